@@ -24,7 +24,8 @@ class AlgorithmConfig(Section):
     warmup_steps: int = Field(0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     overrides: dict[str, float | int | str | bool | None] = Field(
-        default_factory=dict, description="single choices of the preset to change, e.g. {clip_high: 0.28, kl_coef: 0.001}"
+        default_factory=dict,
+        description="single choices of the preset to change, e.g. {clip_high: 0.28, kl_coef: 0.001}",
     )
 
 
@@ -37,7 +38,9 @@ class LearnerConfig(Section):
     zero_stage: Literal[0, 1, 2, 3] = 1
     offload_optimizer: bool = False
     offload_params: bool = False
-    token_budget: int = Field(4096, ge=16, description="tokens per micro-batch, prompts counted once per group where shared")
+    token_budget: int = Field(
+        4096, ge=16, description="tokens per micro-batch, prompts counted once per group where shared"
+    )
     gradient_checkpointing: bool = False
     compile: bool = False
     attention: Literal["auto", "eager", "sdpa", "flex", "flash"] = "auto"

@@ -28,7 +28,9 @@ class StalenessConfig(Section):
     """How old the weights behind a trained token may be."""
 
     bound: int = Field(2, ge=0, description="largest allowed learner version minus version of the oldest token (S)")
-    mode: Literal["wait", "drop"] = Field("wait", description="slots alone (wait), or also drop what is too old at take")
+    mode: Literal["wait", "drop"] = Field(
+        "wait", description="slots alone (wait), or also drop what is too old at take"
+    )
     window: float = Field(1.0, gt=0.0, le=1.0, description="share of the (S+1)*P slots among which take may reorder")
 
 
@@ -49,6 +51,8 @@ class WeightsConfig(Section):
     plane: Literal["auto", "nccl", "gloo", "ipc", "store"] = "auto"
     bucket_mb: int = Field(8, ge=1)
     timeout_s: float = Field(60.0, gt=0, description="deadline of every collective and call of one update")
-    kv_policy: Literal["keep", "recompute", "salt"] = Field("salt", description="what happens to cached KV of old weights")
+    kv_policy: Literal["keep", "recompute", "salt"] = Field(
+        "salt", description="what happens to cached KV of old weights"
+    )
     canary_every: int = Field(1, ge=0, description="commits between canary checks; 0 turns the canary off")
     canary_tolerance: float = Field(0.15, gt=0, description="mean abs log-prob difference that raises the alarm")
