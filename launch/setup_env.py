@@ -88,10 +88,6 @@ def step(text: str, started: float) -> None:
 
 def require_tools() -> None:
     """Stop with the remedy before minutes are spent."""
-    if sys.version_info < (3, 11):
-        sys.exit(
-            f"setup: Python 3.11 or newer is needed, this is {sys.version.split()[0]}; run `make setup PYTHON=python3.11`"
-        )
     if not any(map(shutil.which, ("g++", "c++", "clang++"))):
         sys.exit(
             "setup: no C++ compiler found; install one (Debian: `apt-get install g++`), vLLM compiles a small helper"
@@ -126,7 +122,7 @@ def verify(env: Environment) -> None:
     code = subprocess.run([env.python, "-c", probe]).returncode
     if code == 3:
         sys.exit(
-            "setup: this index gave a CUDA build of torch; add PyTorch's CPU wheel index to pip and run `make setup` again"
+            "setup: this index gave a CUDA build of torch; add PyTorch's CPU index to pip and run `make setup` again"
         )
     if code:
         sys.exit(f"setup: torch does not import; remove {env.path} and run `make setup` again")
