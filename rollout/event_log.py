@@ -23,7 +23,7 @@ class JsonLines:
         self.path = Path(path)
 
     def append(self, row: Mapping[str, object]) -> None:
-        """Write one line and leave it with the operating system. Raises OSError (disk full) with nothing half-read later."""
+        """Write one line and leave it with the operating system. Raises OSError, on a full disk say."""
         line = (json.dumps(row, separators=(",", ":"), allow_nan=False) + "\n").encode()
         fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:

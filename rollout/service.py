@@ -1,8 +1,8 @@
 """RolloutService: prompts in, groups out, around any Engine; no Ray, no trainer, no queue of its own.
 
-    loop        consumes              produces           waits for                      unblocked by
-    run         leases (callable)     submitted groups   room in flight, then a lease   a finished group; the queue's slots
-    generate    one prompt            one Group          the engine                     the engine, which never stops decoding
+    loop      consumes     produces           waits for                      unblocked by
+    run       leases       submitted groups   room in flight, then a lease   a finished group; the queue's slots
+    generate  one prompt   one Group          the engine                     the engine, which never stops decoding
 
 Weight updates happen beside these loops (`engine.stage_weights` / `commit_weights`); nothing here pauses for them.
 Every leased ordinal is answered exactly once: submitted, or given back with the reason.
@@ -87,7 +87,9 @@ class RolloutService:
         finally:
             await asyncio.gather(*self._in_flight)
 
-    async def _answer(self, item: LeaseLike, prompt_for: Callable[[int], Prompt], submit: Submit, give: GiveBack) -> None:
+    async def _answer(
+        self, item: LeaseLike, prompt_for: Callable[[int], Prompt], submit: Submit, give: GiveBack
+    ) -> None:
         try:
             group = await self.generate(prompt_for(item.ordinal), item.attempt)
         except HeadraceError as error:

@@ -122,6 +122,11 @@ class Group:
         return oldest_version((s for t in self.trajectories for s in t.versions), default=0)
 
     @property
+    def newest_version(self) -> int:
+        """Version of the newest token; 0 for a group without tokens."""
+        return max((s.version for t in self.trajectories for s in t.versions), default=0)
+
+    @property
     def n_tokens(self) -> int:
         """Answer tokens of the whole group (the prompt not counted)."""
         return sum(len(t) for t in self.trajectories)
