@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from rollout.engine import Completion, Engine, SamplingParams
-from rollout.errors import HeadraceError
+from rollout.errors import ConfigError
 from rollout.types import Group, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
@@ -56,8 +56,8 @@ class RolloutService:
     def __init__(self, engine: Engine, sampling: SamplingParams, group_size: int, max_in_flight: int) -> None:
         self.engine, self.sampling = engine, sampling
         self.group_size, self.max_in_flight = group_size, max_in_flight
-        self._in_flight: set[asyncio.Task[None]] = set()
-        self._groups = self._tokens = 0
+        self._in_flight = self._groups = self._tokens = 0
+        self._finished = asyncio.Event()
         self._waiting_s = 0.0
 
     async def generate(self, prompt: Prompt, attempt: int = 0) -> Group:
@@ -70,39 +70,59 @@ class RolloutService:
         return group
 
     async def run(self, lease: Lease, prompt_for: Callable[[int], Prompt], submit: Submit, give_back: GiveBack) -> None:
-        """Lease, generate and submit until `lease` raises or the task is cancelled; then finish what is in flight."""
-        clock = asyncio.get_running_loop().time
+        """Lease, generate and submit until `lease` raises; then finish what is in flight and raise that.
+
+        An error that is not about one rollout (a dead engine, a lost queue) ends the loop at once: it is re-raised
+        here, never left in a task. The leases still held then expire.
+        """
         try:
-            while True:
-                if len(self._in_flight) >= self.max_in_flight:
-                    await asyncio.wait(self._in_flight, return_when=asyncio.FIRST_COMPLETED)
-                    continue
-                asked = clock()
-                for item in await lease(self.max_in_flight - len(self._in_flight)):
-                    task = asyncio.create_task(self._answer(item, prompt_for, submit, give_back))
-                    self._in_flight.add(task)
-                    task.add_done_callback(self._in_flight.discard)
-                if not self._in_flight:
-                    self._waiting_s += clock() - asked
-        finally:
-            await asyncio.gather(*self._in_flight)
+            async with asyncio.TaskGroup() as answers:
+                end = await self._intake(answers, lease, lambda item: self._answer(item, prompt_for, submit, give_back))
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from None  # one plain error crosses process borders readably
+        raise end
+
+    async def _intake(
+        self,
+        answers: asyncio.TaskGroup,
+        lease: Lease,
+        answer: Callable[[LeaseLike], Coroutine[None, None, None]],
+    ) -> Exception:
+        """Start an answer per lease, at most `max_in_flight` at a time; returns the error that ended the leases."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            while self._in_flight >= self.max_in_flight:
+                self._finished.clear()
+                await self._finished.wait()
+            asked, idle = clock(), self._in_flight == 0
+            try:
+                leases = await lease(self.max_in_flight - self._in_flight)
+            except Exception as end:  # noqa: BLE001 (handed to the caller of `run`, once nothing is in flight)
+                return end
+            self._waiting_s += (clock() - asked) * idle
+            for item in leases:
+                self._in_flight += 1
+                answers.create_task(answer(item))
 
     async def _answer(
         self, item: LeaseLike, prompt_for: Callable[[int], Prompt], submit: Submit, give: GiveBack
     ) -> None:
         try:
             group = await self.generate(prompt_for(item.ordinal), item.attempt)
-        except HeadraceError as error:
+            await submit(group)
+        except ConfigError as error:
             log.warning("ordinal %d given back: %s", item.ordinal, error)
-            return await give(item.ordinal, f"{type(error).__name__}: {error}")
-        await submit(group)
+            await give(item.ordinal, str(error))
+        finally:
+            self._in_flight -= 1
+            self._finished.set()
 
     def gauges(self) -> dict[str, float]:
         """Counters since the start; `waiting_s` is time with nothing in flight (the slots were out)."""
         return {
             "groups_generated": self._groups,
             "tokens_generated": self._tokens,
-            "groups_in_flight": len(self._in_flight),
+            "groups_in_flight": self._in_flight,
             "waiting_s": self._waiting_s,
             **self.engine.gauges(),
         }

@@ -1,0 +1,145 @@
+"""Proves the order of the learner's loop with fakes and an event list: release only after publish, commit only after
+a durable checkpoint, one metrics line per step, an evaluation sees one version, and a resumed loop starts where it was.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.learning_loop import Effects, LearningLoop, Schedule
+from rollout.event_log import JsonLines, read_lines
+from rollout.types import Group, Scored, Status, Trajectory
+from rollout.versions import VersionSpan
+
+
+def group(ordinal: int, version: int) -> Group:
+    answer = Trajectory(
+        np.zeros(2, np.int32),
+        np.ones(2, np.bool_),
+        np.zeros(2, np.float32),
+        (VersionSpan(version, 0, 2),),
+        Status.FINISHED,
+        Scored(1.0),
+    )
+    return Group(ordinal, np.zeros(3, np.int32), (answer, answer))
+
+
+class World:
+    """Everything the loop calls, writing down what was called in which order."""
+
+    def __init__(self, path: Path, start: int = 0) -> None:
+        self.version, self.calls, self.path = start, [], path
+        self.evaluations: dict[int, Future[dict[str, float]]] = {}
+
+    def take(self, step, rank, world, wait_s):
+        self.calls.append(f"take {step}")
+        return [group(2 * step, max(0, step - 1)), group(2 * step + 1, step)]
+
+    def trained(self, step, version, skipped_ordinals=()):
+        self.calls.append(f"trained {step}->{version}")
+
+    def release(self, version):
+        self.calls.append(f"release {version}")
+
+    def commit(self, step):
+        self.calls.append(f"commit {step}")
+
+    def train_step(self, groups, step):
+        self.calls.append(f"learn {step}")
+        self.version += 1
+        return {"loss/total": 0.5}
+
+    def effects(self) -> Effects:
+        def publish(version):
+            assert all(done.done() for done in self.evaluations.values()), "published while an evaluation was running"
+            self.calls.append(f"publish {version}")
+            return {"weights/stall_s": 0.1}
+
+        def evaluate(version):
+            self.calls.append(f"evaluate {version}")
+            result = self.evaluations[version] = LateFuture()
+            return result
+
+        return Effects(
+            publish, evaluate, lambda v: self.calls.append(f"checkpoint {v}"), dict, JsonLines(self.path / "metrics")
+        )
+
+    def loop(self, steps: int, evaluate_at: set[int], checkpoint_every: int) -> LearningLoop:
+        schedule = Schedule(steps, frozenset(evaluate_at), checkpoint_every, take_wait_s=1.0)
+        return LearningLoop(self, self, schedule, JsonLines(self.path / "trained"), effects=self.effects())
+
+    def rows(self, name: str) -> list[dict[str, object]]:
+        return list(read_lines(self.path / name))
+
+
+class LateFuture(Future):
+    """An evaluation that is done only when somebody waits for it."""
+
+    def result(self, timeout=None):
+        if not self.done():
+            self.set_result({"eval/held_out/reward": 0.25})
+        return super().result(timeout)
+
+
+def test_the_order_of_one_step(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    assert world.loop(steps=1, evaluate_at=set(), checkpoint_every=1).run() == 1
+    assert world.calls == ["take 0", "learn 0", "trained 0->1", "publish 1", "release 1", "checkpoint 1", "commit 0"]
+
+
+def test_an_evaluation_is_finished_before_the_next_version_goes_live(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.loop(steps=3, evaluate_at={0, 1, 3}, checkpoint_every=0).run()
+    assert set(world.evaluations) == {0, 1, 3}
+    rows = world.rows("metrics")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row.get("eval/held_out/reward") for row in rows] == [0.25, None, 0.25]
+
+
+def test_the_last_step_makes_a_checkpoint_whatever_the_interval(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.loop(steps=5, evaluate_at=set(), checkpoint_every=2).run()
+    assert [c for c in world.calls if c.startswith("checkpoint")] == ["checkpoint 2", "checkpoint 4", "checkpoint 5"]
+
+
+def test_a_resumed_loop_takes_the_step_after_its_version(tmp_path: Path) -> None:
+    world = World(tmp_path, start=2)
+    world.loop(steps=4, evaluate_at={2, 4}, checkpoint_every=0).run()
+    assert [c for c in world.calls if c.startswith("take")] == ["take 2", "take 3"]
+    assert world.calls[0] == "evaluate 2"
+
+
+def test_the_books_name_every_ordinal_and_the_ages_of_its_tokens(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.loop(steps=2, evaluate_at=set(), checkpoint_every=0).run()
+    assert [(r["step"], r["version"], r["ordinals"], r["oldest_versions"]) for r in world.rows("trained")] == [
+        (0, 1, [0, 1], [0, 0]),
+        (1, 2, [2, 3], [0, 1]),
+    ]
+    assert [row["staleness/max"] for row in world.rows("metrics")] == [0.0, 1.0]
+
+
+def test_a_failing_publish_stops_the_loop_and_frees_no_slot(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    loop = world.loop(steps=2, evaluate_at=set(), checkpoint_every=0)
+
+    def broken(version):
+        raise ConnectionError("engine rollout-0 is gone")
+
+    loop.effects.publish = broken
+    with pytest.raises(ConnectionError, match="rollout-0"):
+        loop.run()
+    assert not [c for c in world.calls if c.startswith(("release", "commit"))]
+    assert loop.phase == "publish"
+
+
+def test_stopping_ends_between_two_steps(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    loop = world.loop(steps=9, evaluate_at=set(), checkpoint_every=0)
+    loop.stopping = lambda: world.version == 2
+    assert loop.run() == 2
+    assert len(world.rows("metrics")) == 2
