@@ -61,13 +61,15 @@ class Schedule:
 
 @dataclass
 class Effects:
-    """What the loop does to the world, each a plain callable. Only rank 0 has them; other ranks pass None."""
+    """What the loop does to the world, each a plain callable, called on every rank at the same place.
+
+    On ranks other than 0 `publish` and `checkpoint` only take part in the collectives, and the rest does nothing.
+    """
 
     publish: Callable[[int], Metrics]  # make every engine serve this version; returns weights/* metrics
     evaluate: Callable[[int], Future[Metrics]]  # eval/* metrics of the version the engines serve
     checkpoint: Callable[[int], None]  # durable when it returns
     observe: Callable[[], Metrics]  # gauges of the other roles, for the metrics line
-    metrics: JsonLines
 
 
 @dataclass
@@ -88,10 +90,11 @@ class LearningLoop:
     queue: Queue
     learner: Learner
     schedule: Schedule
+    effects: Effects
     trained: JsonLines
+    metrics: JsonLines
     rank: int = 0
     world: int = 1
-    effects: Effects | None = None
     stopping: Callable[[], bool] = lambda: False
     phase: str = "starting"  # what the loop is doing now, for `headrace why`
     phase_since: float = field(default_factory=time.monotonic)
@@ -99,8 +102,7 @@ class LearningLoop:
 
     def run(self) -> int:
         """Train until the end; returns the version reached. Raises what its parts raise."""
-        if self.effects and self.learner.version in self.schedule.evaluate_at:
-            self._enter("evaluate")
+        if self.learner.version in self.schedule.evaluate_at:
             self._pending = Pending({}, self.effects.evaluate(self.learner.version))
         while self.learner.version < self.schedule.steps and not self.stopping():
             self._step(self.learner.version)
@@ -118,13 +120,11 @@ class LearningLoop:
         trained = time.monotonic()
         version = self.learner.version
         self.trained.append(self._trained_row(step, version, groups))
-        if self.effects is None:
-            return
-        self.queue.trained(step, version)
+        self._tell(lambda: self.queue.trained(step, version))
         self._settle()
         self._enter("publish")
         metrics |= self.effects.publish(version)
-        self.queue.release(version)
+        self._tell(lambda: self.queue.release(version))
         published = time.monotonic()
         evaluation = self.effects.evaluate(version) if version in self.schedule.evaluate_at else None
         if self.schedule.checkpoint_at(version):
@@ -136,17 +136,22 @@ class LearningLoop:
         if evaluation is None:
             self._settle()
         if self.schedule.checkpoint_at(version):
-            self.queue.commit(step)
+            self._tell(lambda: self.queue.commit(step))
+
+    def _tell(self, queue_call: Callable[[], None]) -> None:
+        """Only rank 0 speaks for the step; the other ranks only take."""
+        if self.rank == 0:
+            queue_call()
 
     def _settle(self) -> None:
         """Write the line that waits for its evaluation; the next version must not go live before that is done."""
-        if self._pending is None or self.effects is None:
+        if self._pending is None:
             return
         self._enter("evaluate")
         pending, self._pending = self._pending, None
         scores = pending.evaluation.result(self.schedule.evaluate_wait_s) if pending.evaluation else {}
-        if pending.row:
-            self.effects.metrics.append(pending.row | scores)
+        if pending.row and self.rank == 0:
+            self.metrics.append(pending.row | scores)
 
     def _trained_row(self, step: int, version: int, groups: Sequence[Group]) -> Mapping[str, object]:
         return {

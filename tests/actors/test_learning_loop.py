@@ -64,13 +64,12 @@ class World:
             result = self.evaluations[version] = LateFuture()
             return result
 
-        return Effects(
-            publish, evaluate, lambda v: self.calls.append(f"checkpoint {v}"), dict, JsonLines(self.path / "metrics")
-        )
+        return Effects(publish, evaluate, lambda v: self.calls.append(f"checkpoint {v}"), dict)
 
-    def loop(self, steps: int, evaluate_at: set[int], checkpoint_every: int) -> LearningLoop:
+    def loop(self, steps: int, evaluate_at: set[int], checkpoint_every: int, rank: int = 0) -> LearningLoop:
         schedule = Schedule(steps, frozenset(evaluate_at), checkpoint_every, take_wait_s=1.0)
-        return LearningLoop(self, self, schedule, JsonLines(self.path / "trained"), effects=self.effects())
+        trained, metrics = JsonLines(self.path / "trained"), JsonLines(self.path / "metrics")
+        return LearningLoop(self, self, schedule, self.effects(), trained, metrics, rank)
 
     def rows(self, name: str) -> list[dict[str, object]]:
         return list(read_lines(self.path / name))
@@ -143,3 +142,10 @@ def test_stopping_ends_between_two_steps(tmp_path: Path) -> None:
     loop.stopping = lambda: world.version == 2
     assert loop.run() == 2
     assert len(world.rows("metrics")) == 2
+
+
+def test_other_ranks_take_part_in_everything_and_speak_for_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.loop(steps=1, evaluate_at=set(), checkpoint_every=1, rank=1).run()
+    assert world.calls == ["take 0", "learn 0", "publish 1", "checkpoint 1"]
+    assert not world.rows("metrics") and [row["rank"] for row in world.rows("trained")] == [1]
