@@ -1,0 +1,248 @@
+"""Choices + tensors -> one scalar to call backward() on, and metrics that add up. This is where choices meet kernels.
+
+    logprobs, ... [T]  ->  drop what is masked or not finite  ->  kernel (losses.py)  x  weight (corrections.py)
+                       ->  + KL, - entropy, + trust region  ->  aggregate with the step's denominators
+
+The walk is the same for every algorithm; only the kernel and the numbers differ. Padded [B, L] input is flattened first.
+Losses of micro-batches ADD UP to the loss of the step (denominators are global), and so do the metrics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learner import corrections, losses
+from learner.choices import Choices
+from learner.metric_sums import MetricSums
+from learner.segments import Denominators, Reduce, Segments, aggregate, alone, token_weights, upcast
+
+
+def policy_loss(
+    choices: Choices,
+    *,
+    logprobs: Tensor,
+    behaviour_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    denominators: Denominators,
+    sequence_ids: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    entropy: Tensor | None = None,
+    staleness: Tensor | None = None,
+    keep: Tensor | None = None,
+    kl_coef: float | None = None,
+) -> tuple[Tensor, MetricSums]:
+    """Loss (0-d, with a graph even when nothing is trainable) and summable metrics of one micro-batch.
+
+    flat     every per-token tensor [T], sequence_ids [T] in 0..B-1, group_ids [B]
+    padded   every per-token tensor [B, L], sequence_ids None, group_ids [B]
+    mask     tokens that count (the denominators were counted from it); keep: of these, the ones that may give loss
+             (False for answers whose reward failed: original count, no loss). Default: all.
+    old_logprobs None means logprobs.detach(): one update per batch, so that the ratio is exactly 1.
+    staleness [T] learner version - version of the token; kl_coef overrides choices.kl_coef (adaptive controller).
+    """
+    if choices.m2po_tau is not None and keep is None:
+        raise ValueError("m2po_tau chooses tokens over the whole step: pass keep=step_keep(...)")
+    columns = {
+        "behaviour": behaviour_logprobs, "old": old_logprobs, "ref": ref_logprobs, "entropy": entropy,
+        "advantages": advantages, "staleness": staleness, "keep": keep,
+    }  # fmt: skip
+    if logprobs.dim() == 2:
+        rows, width = logprobs.shape
+        sequence_ids = torch.arange(rows, device=logprobs.device).repeat_interleave(width)
+    if sequence_ids is None:
+        raise ValueError("policy_loss: flat [T] input needs sequence_ids")
+    flat = {k: x.reshape(-1) for k, x in columns.items() if x is not None}
+    batch = _clean(choices, logprobs.reshape(-1), mask.reshape(-1).bool(), flat, sequence_ids, len(group_ids))
+    c = choices if kl_coef is None else choices.model_copy(update={"kl_coef": kl_coef})
+    counted = Segments(sequence_ids, len(group_ids), mask.reshape(-1).bool())
+    weights = token_weights(c.aggregation, counted, group_ids, denominators, c.length_constant)
+    return _assemble(c, batch, weights)
+
+
+def step_keep(
+    choices: Choices,
+    *,
+    scored: Tensor,
+    mask: Tensor,
+    sequence_ids: Tensor,
+    behaviour_logprobs: Tensor,
+    old_logprobs: Tensor | None = None,
+    truncated: Tensor | None = None,
+    reduce: Reduce = alone,
+) -> Tensor:
+    """Which tokens of one rank's WHOLE step may give loss, [T] bool; cut it like any per-token column and pass it as `keep`.
+
+    scored [N] from advantages.compute; truncated [N] is dropped when choices.mask_truncated (overlong filtering: such an
+    answer still counts in its group's mean and in the denominators). M2PO's choice needs the whole step, so it is made here;
+    """
+    keep = mask.bool() & scored[sequence_ids]
+    if choices.mask_truncated and truncated is not None:
+        keep = keep & ~truncated[sequence_ids].bool()
+    if choices.m2po_tau is not None:
+        if old_logprobs is None:
+            raise ValueError("m2po_tau needs old_logprobs: the learner's log-probs before the step")
+        log_w = upcast(old_logprobs.detach()) - upcast(behaviour_logprobs)
+        finite = keep & torch.isfinite(log_w)
+        keep = corrections.m2po(log_w, finite, choices.m2po_tau, reduce) | (keep & ~finite)
+    return keep
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Flat tensors with 0 at every position that gives no loss. `live` is where there is loss; `counted` the mask given."""
+
+    l: Tensor
+    old: Tensor
+    mu: Tensor
+    ref: Tensor | None
+    entropy: Tensor | None
+    A: Tensor
+    staleness: Tensor
+    counted: Tensor
+    live: Tensor
+    nonfinite: Tensor
+    seq: Segments
+
+
+def _clean(choices: Choices, l: Tensor, mask: Tensor, x: dict[str, Tensor], ids: Tensor, n: int) -> _Batch:  # noqa: E741
+    """Mask before any arithmetic. A trainable token with a NaN or inf anywhere is dropped and counted, never propagated."""
+    l = upcast(l)  # noqa: E741
+    wanted = mask & x["keep"].bool() if "keep" in x else mask
+    names = ["behaviour", "advantages", *(k for k in ("old", "ref", "entropy") if k in x)]
+    finite = torch.isfinite(l.detach())
+    for name in names:
+        finite = finite & torch.isfinite(x[name].detach())
+    live = wanted & finite
+    fill = {k: torch.where(live, upcast(x[k]).to(l.dtype), torch.zeros((), dtype=l.dtype, device=l.device)) for k in names}
+    l = torch.where(live, l, torch.zeros((), dtype=l.dtype, device=l.device))  # noqa: E741
+    stale = x.get("staleness")
+    return _Batch(
+        l=l,
+        old=fill["old"].detach() if "old" in fill else l.detach(),
+        mu=fill["behaviour"].detach(),
+        ref=fill["ref"].detach() if "ref" in fill else None,
+        entropy=fill.get("entropy"),
+        A=fill["advantages"].detach(),
+        staleness=torch.zeros_like(l) if stale is None else torch.where(live, stale.to(l.dtype), torch.zeros_like(l)),
+        counted=mask,
+        live=live,
+        nonfinite=wanted & ~finite,
+        seq=Segments(ids, n, live),
+    )
+
+
+def _assemble(c: Choices, b: _Batch, weights: Tensor) -> tuple[Tensor, MetricSums]:
+    base = b.mu if c.mode == "bypass" else b.old
+    per_token, clipped = _kernel(c, b, base)
+    log_w = (b.l.detach() if c.mode == "bypass" else b.old) - b.mu
+    w, kept = corrections.correct(c.correction, log_w, b.seq, c.correction_low, c.correction_high)
+    if c.opsm_delta is not None:
+        keep_sequence, _ = corrections.opsm(b.l, b.mu, b.A, b.seq, c.opsm_delta)
+        kept = kept & b.seq.spread(keep_sequence)
+    kept = kept & b.live
+    policy = aggregate(per_token * w, weights, kept)
+    loss = policy
+    if c.trust_region_coef:
+        loss = loss + c.trust_region_coef * aggregate(losses.trust_region(b.l, b.mu), weights, b.live)
+    if c.kl_coef and c.kl_in == "loss":
+        if b.ref is None:
+            raise ValueError(f"kl_coef is {c.kl_coef} but no ref_logprobs were given")
+        term = losses.kl(b.l, b.ref, c.kl_kind, losses.ratio(b.l, b.old))
+        loss = loss + c.kl_coef * aggregate(term, weights, b.live)
+    if c.entropy_coef:
+        if b.entropy is None:
+            raise ValueError(f"entropy_coef is {c.entropy_coef} but no entropy was given")
+        loss = loss - c.entropy_coef * aggregate(b.entropy, weights, b.live)
+    return loss, _metrics(b, base, log_w, w, kept, clipped, policy, loss)
+
+
+def _kernel(c: Choices, b: _Batch, base: Tensor) -> tuple[Tensor, Tensor]:
+    """The loss of each token, by name."""
+    low, high = c.clip_low, c.clip_high
+    if c.staleness_clip:
+        low, high = (corrections.staleness_width(x, b.staleness, c.staleness_clip) for x in (low, high))
+    match c.loss:
+        case "ppo_clip":
+            return losses.ppo_clip(b.l, base, b.A, low, high, c.dual_clip)
+        case "gspo":
+            return losses.gspo(b.l, base, b.A, b.seq, low, high)
+        case "gspo_token":
+            return losses.gspo_token(b.l, base, b.A, b.seq, low, high)
+        case "sequence_clip":
+            return losses.sequence_clip(b.l, base, b.A, b.seq, low, high)
+        case "gmpo":
+            return losses.gmpo(b.l, base, b.A, b.seq, low, high)
+        case "cispo":
+            return losses.cispo(b.l, base, b.A, c.weight_min, c.weight_max)
+        case "sapo":
+            return losses.sapo(b.l, base, b.A, c.tau_pos, c.tau_neg)
+        case "dppo":
+            return losses.dppo(b.l, base, b.A, c.clip_low, c.clip_high)
+        case "ipo":
+            return losses.ipo(b.l, base, b.A, c.clip_low, c.clip_high)
+        case "aipo":
+            return losses.aipo(b.l, base, b.A, c.weight_max)
+        case "aipo_surrogate":
+            return losses.aipo_surrogate(b.l, base, b.A, c.weight_max)
+        case "opmd":
+            return losses.opmd(b.l, base, b.A, b.seq, c.tau)
+        case "importance":
+            return losses.importance(b.l, base, b.A)
+        case "reinforce":
+            return losses.reinforce(b.l, b.A)
+
+
+def _metrics(
+    b: _Batch, base: Tensor, log_w: Tensor, w: Tensor, kept: Tensor, clipped: Tensor, policy: Tensor, loss: Tensor
+) -> MetricSums:
+    live = b.live
+    now = b.l.detach()
+    means = {
+        "policy/kl": (corrections.mismatch_k3(now - b.old), live),  # of the update: old policy || current
+        "policy/kl_behaviour": (corrections.mismatch_k3(now - b.mu), live),  # engine's policy || current
+        "policy/ratio_mean": (losses.ratio(now, base), live),
+        "policy/clip_fraction": (clipped, live),
+        "correction/mismatch_k3": (corrections.mismatch_k3(b.old - b.mu), live),  # engine's policy || old policy
+        "correction/weight_mean": (w, live),
+        "correction/filtered_fraction": (live & ~kept, live),
+        "staleness/token_mean": (b.staleness, live),
+    }
+    if b.entropy is not None:
+        means["policy/entropy"] = (b.entropy, live)
+    if b.ref is not None:
+        means["policy/kl_ref"] = (losses.kl(now, b.ref, "k3"), live)
+    return MetricSums.of(
+        mean=means,
+        total={
+            "policy/loss": policy,
+            "loss/total": loss,
+            "tokens/trained": kept.sum(),
+            "tokens/nonfinite": b.nonfinite.sum(),
+        },
+        ess={"correction/ess": (w, live)},
+        log_ratio={"correction/ratio": (b.old - b.mu, live), "policy/ratio": (now - base, live)},
+    )
+
+
+def value_loss(
+    choices: Choices, *, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, denominators: Denominators
+) -> tuple[Tensor, MetricSums]:
+    """PPO critic: value_coef * token-mean of the clipped squared error, any shape, global token denominator."""
+    mask = mask.bool()
+    finite = mask & torch.isfinite(values.detach()) & torch.isfinite(returns) & torch.isfinite(old_values)
+    v, v_old, target = (torch.where(finite, upcast(x), torch.zeros((), dtype=upcast(x).dtype, device=x.device)) for x in (values, old_values.detach(), returns.detach()))
+    per_token, clipped = losses.value_clip_loss(v, v_old, target, choices.value_clip)
+    loss = choices.value_coef * torch.where(finite, per_token, torch.zeros_like(per_token)).sum() / max(denominators.tokens, 1.0)
+    means = {
+        "critic/clip_fraction": (clipped, finite),
+        "critic/value_mean": (v, finite),
+        "critic/return_mean": (target, finite),
+        "critic/squared_error": ((v - target) ** 2, finite),
+    }
+    return loss, MetricSums.of(mean=means, total={"critic/loss": loss, "critic/nonfinite": (mask & ~finite).sum()})
