@@ -107,14 +107,16 @@ def _path(problem: ErrorDetails, source: Source) -> str:
     location = problem["loc"]
     for n, part in enumerate(location):
         last = n == len(location) - 1
-        if isinstance(at, dict) and part in at:
-            at = at[part]
-        elif isinstance(at, list) and isinstance(part, int) and part < len(at):
+        if _holds(at, part):
             at = at[part]
         elif not (last and problem["type"] == "missing"):
             continue
         parts.append(str(part))
     return ".".join(parts)
+
+
+def _holds(at: Any, part: int | str) -> bool:
+    return part in at if isinstance(at, dict) else isinstance(at, list) and isinstance(part, int) and part < len(at)
 
 
 def _sentence(problem: ErrorDetails, source: Source, model: type[BaseModel]) -> str:
