@@ -39,6 +39,10 @@ class LedgerError(HeadraceError):
         return f"ordinal {self.ordinal} is {self.state}, cannot {self.transition}{tail}"
 
 
+class Drained(HeadraceError):
+    """Nothing is left to lease or to score: the run is ending. Says why; not a failure."""
+
+
 class QueueError(HeadraceError):
     """The queue server refused a request for a reason that is not about one ordinal."""
 
@@ -57,3 +61,7 @@ class DeadlineError(HeadraceError):
 
 class WeightError(HeadraceError):
     """What an engine received is not what the learner sent; the engine still serves the old version."""
+
+
+class EngineError(HeadraceError):
+    """The inference engine died, or its weights are in no known state; it must be replaced or updated."""

@@ -1,0 +1,363 @@
+"""The Engine protocol on vLLM's `AsyncLLM`: generates in groups, takes new weights without losing a request.
+
+    our event loop                                vLLM's engine process
+    generate  -> one request, n samples        -> decodes in continuous batches
+    stage     -> "stage", then poll "status"   -> a receiver thread fills the spool while decoding goes on
+    commit    -> pause(keep)                   -> the running batch step ends, requests stay
+                 start / update / finish       -> loads the proven bytes, mends tied heads
+                 set the version, resume       -> tokens from here on carry the new version
+
+The version is set between the load and the resume, so a token is always stamped with the weights that made it
+(vLLM labels each step's output with the version that is set when the step ends, and no step runs in between).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from rollout.engine import CommitReport, Completion, Rendezvous, SamplingParams
+from rollout.errors import ConfigError, DeadlineError, EngineError, WeightError
+from rollout.pause import Pauses
+from rollout.types import Float32, Int32, Status
+from rollout.versions import VersionSpan, WeightManifest
+from rollout.weight_inbox import Receipt, manifest_to_plain
+
+_POLL_S = 0.02
+INITIAL_VERSION = "default"  # what vLLM calls the weights of the model directory
+
+
+def vllm_environment(threads: int = 1) -> dict[str, str]:
+    """Environment variables of a process that hosts a `VllmEngine`, all in one place.
+
+    TORCHDYNAMO_DISABLE saves seconds of start-up where nothing is compiled; the OMP settings keep vLLM's threads
+    on the cores its process may use; usage statistics and hub look-ups are off (the model is a directory).
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # on CPU: the worker lives in the engine process, not in one more
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """How the engine runs. VllmSettings("models/smollm2-135m", "bfloat16", max_model_len=256, cores=(0,))."""
+
+    model_dir: str
+    dtype: str = "bfloat16"
+    max_model_len: int = 2048
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int = 1
+    cores: tuple[int, ...] | None = None  # pin the host and engine processes to these; None: as inherited
+    max_num_seqs: int = 64
+    kv_cache_bytes: int | None = 256 << 20  # None: vLLM's own choice (a share of the device's memory)
+    gpu_memory_utilization: float = 0.85
+    tensor_parallel: int = 1
+    block_size: int | None = 32  # short, so that the answers of one group share their prompt's KV
+    kv_policy: Literal["keep", "recompute", "salt"] = "salt"
+    plane: Literal["gloo", "nccl", "ipc", "store"] = "gloo"
+    bucket_bytes: int = 8 << 20
+    spool_dir: str | None = None
+    timeout_s: float = 60.0
+    seed: int = 0
+    initial_version: int = 0
+
+
+def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """Keyword arguments for vLLM's `AsyncEngineArgs`."""
+    from rollout.vllm_weights import BACKEND, WORKER_EXTENSION
+
+    ours = settings.plane in ("gloo", "store")
+    arguments: dict[str, Any] = {
+        "model": settings.model_dir,
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "enforce_eager": True,
+        "seed": settings.seed,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "weight_transfer_config": {"backend": BACKEND if ours else settings.plane},
+        "additional_config": {"headrace": {"bucket_bytes": settings.bucket_bytes, "spool_dir": settings.spool_dir}},
+        "generation_config": "vllm",  # the directory's generation_config.json must not change how tokens are drawn
+    }
+    if ours:
+        arguments["worker_extension_cls"] = WORKER_EXTENSION
+    if settings.block_size is not None:
+        arguments["block_size"] = settings.block_size
+    if settings.kv_cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    return arguments
+
+
+class VllmEngine:
+    """`rollout.engine.Engine` on vLLM. One event loop owns it; `event` hears of expired pauses."""
+
+    def __init__(self, settings: VllmSettings, event: Callable[..., None] | None = None) -> None:
+        self.settings = settings
+        self._event = event or (lambda kind, **fields: None)
+        self._llm: Any = None
+        self._version = settings.initial_version
+        self._broken = ""  # why the weights are in no known state; "" while all is well
+        self._stages: set[str] = set()
+        self._counts = {"requests": 0, "tokens": 0, "commits": 0}
+        self._last_commit = CommitReport(settings.initial_version, 0.0, 0.0)
+        self._pauses = Pauses(self._pause, self._resume, self._event)
+        self._lock = asyncio.Lock()  # one weight operation at a time
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Spawn vLLM and wait until it answers. Raises ConfigError for a directory without a model."""
+        if not (Path(self.settings.model_dir) / "config.json").is_file():
+            raise ConfigError(
+                f"model.path: {self.settings.model_dir!r} has no config.json; name a Hugging Face model directory"
+            )
+        for key, value in vllm_environment(self.settings.threads).items():
+            os.environ.setdefault(key, value)
+        os.environ["OMP_NUM_THREADS"] = str(self.settings.threads)
+        if self.settings.cores is not None:
+            os.sched_setaffinity(0, self.settings.cores)
+        self._llm = await asyncio.to_thread(self._build)
+
+    def _build(self) -> Any:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(self.settings)))
+
+    async def close(self) -> None:
+        """Stop vLLM's processes. Idempotent."""
+        await self._pauses.close()
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+
+    # --- generation ---------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, request_id: str, prompt_ids: Sequence[int] | Int32, sampling: SamplingParams, n: int
+    ) -> list[Completion]:
+        """n answers to one prompt, started together (they share the prompt's KV)."""
+        from vllm import SamplingParams as VllmSampling
+        from vllm.sampling_params import RequestOutputKind
+
+        ids = [int(t) for t in prompt_ids]
+        self._check_room(len(ids), sampling.max_tokens)
+        parameters = VllmSampling(
+            n=n,
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop=list(sampling.stop) or None,
+            seed=sampling.seed,
+            logprobs=0,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = await self._final(request_id, ids, parameters)
+        answers = [_completion(o, self.settings.initial_version) for o in sorted(output.outputs, key=lambda o: o.index)]
+        self._counts["requests"] += n
+        self._counts["tokens"] += sum(len(a.token_ids) for a in answers)
+        return answers
+
+    async def score(self, prompt_ids: Sequence[int], token_ids: Sequence[int], temperature: float) -> Float32:
+        """Log-probs float32[L] of `token_ids` under the present weights; only at temperature 1 (see below).
+
+        vLLM gives prompt tokens the log-probs of the unscaled distribution, so another temperature cannot be had
+        from it; the canary compares weights, for which 1 is as good as any.
+        """
+        from vllm import SamplingParams as VllmSampling
+        from vllm.sampling_params import RequestOutputKind
+
+        if temperature != 1.0:
+            raise ConfigError(f"score: temperature {temperature} is not offered by vLLM for given tokens; use 1.0")
+        prompt, tokens = [int(t) for t in prompt_ids], [int(t) for t in token_ids]
+        self._check_room(len(prompt) + len(tokens), 1)
+        parameters = VllmSampling(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        output = await self._final(f"score-{time.monotonic_ns()}", prompt + tokens, parameters)
+        rows = output.prompt_logprobs[len(prompt) :]
+        return np.array([row[t].logprob for row, t in zip(rows, tokens, strict=True)], dtype=np.float32)
+
+    async def _final(self, request_id: str, ids: list[int], parameters: Any) -> Any:
+        """The last output of one request; EngineError if vLLM died under it."""
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        # with "salt", KV of one version is never the prefix of a request that starts under another
+        salt = f"v{self._version}" if self.settings.kv_policy == "salt" else None
+        prompt = tokens_input(ids, cache_salt=salt)
+        llm, final = self._running(), None
+        try:
+            async for output in llm.generate(prompt, parameters, request_id):
+                final = output
+        except EngineDeadError as error:
+            raise EngineError(f"vLLM's engine process died during request {request_id}; restart the engine") from error
+        if final is None:
+            raise EngineError(f"vLLM ended request {request_id} without an output; restart the engine")
+        return final
+
+    def _check_room(self, n_prompt: int, max_tokens: int) -> None:
+        room = self.settings.max_model_len
+        if n_prompt == 0 or n_prompt + max_tokens > room:
+            raise ConfigError(
+                f"a prompt of {n_prompt} tokens with max_tokens {max_tokens} does not fit a context of {room}; "
+                "shorten one of them or raise the context"
+            )
+
+    def _running(self) -> Any:
+        if self._llm is None:
+            raise EngineError("the engine is not running; start it first")
+        if self._broken:
+            raise EngineError(f"the engine serves nothing: {self._broken}; commit a version or replace it")
+        return self._llm
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    async def join(self, rendezvous: Rendezvous) -> None:
+        async with self._lock:
+            await self._call("join", asdict(rendezvous))
+            await self._until("joined", rendezvous.timeout_s)
+
+    async def stage_weights(self, manifest: WeightManifest) -> float:
+        return (await self.stage(manifest)).seconds
+
+    async def stage(self, manifest: WeightManifest) -> Receipt:
+        """As `stage_weights`, with the root digest of what was received."""
+        async with self._lock:
+            (await self._call("stage", manifest_to_plain(manifest))).raise_if_failed()
+            return await self._until("staged", self.settings.timeout_s)
+
+    async def discard_weights(self) -> None:
+        await self._call("discard", {})
+
+    async def commit_weights(self, version: int, digest: str = "") -> CommitReport:
+        """Load what is staged in a short pause. With `digest`, refuse anything but the version of that root digest.
+
+        Refused before the pause: the engine serves on what it had. Failed inside it: the weights are in no known
+        state, requests in flight are aborted, and nothing is served until a commit succeeds.
+        """
+        async with self._lock:
+            ready = await self._call("status", {})
+            if ready.state != "staged" or ready.version != version:
+                raise WeightError(f"cannot commit version {version}: the engine is {ready.state} ({ready.version})")
+            if digest and ready.root != digest:
+                await self._call("discard", {})
+                raise WeightError(f"version {version} was staged as {ready.root}, the learner sent {digest}; refused")
+            return await self._commit(version)
+
+    async def _commit(self, version: int) -> CommitReport:
+        llm = self._llm
+        started = time.monotonic()
+        token = await self._pauses.hold(f"commit of version {version}", ttl_s=2 * self.settings.timeout_s)
+        try:
+            async with asyncio.timeout(self.settings.timeout_s):
+                load_s = await self._load(llm, version)
+        except Exception as error:
+            self._broken = f"loading version {version} failed ({type(error).__name__}: {error})"
+            await llm.abort([r for r in list(llm.output_processor.request_states)], internal=True)
+            raise WeightError(self._broken) from error
+        finally:
+            await self._pauses.release(token)
+        self._version, self._broken = version, ""
+        self._counts["commits"] += 1
+        self._last_commit = CommitReport(version, time.monotonic() - started, load_s)
+        return self._last_commit
+
+    async def _load(self, llm: Any, version: int) -> float:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        started = time.monotonic()
+        await llm.start_weight_update()
+        await llm.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
+        await llm.finish_weight_update(str(version))
+        return time.monotonic() - started
+
+    async def _pause(self) -> None:
+        await self._llm.pause_generation(mode="keep", clear_cache=self.settings.kv_policy == "recompute")
+
+    async def _resume(self) -> None:
+        if self._llm is not None:
+            await self._llm.resume_generation()
+
+    async def pause(self, holder: str, ttl_s: float) -> int:
+        """Stand still for at most `ttl_s`; requests stay. Returns the token for `resume`."""
+        return await self._pauses.hold(holder, ttl_s)
+
+    async def resume(self, token: int) -> bool:
+        """False if the pause had ended by itself."""
+        return await self._pauses.release(token)
+
+    async def _call(self, what: str, args: Mapping[str, Any]) -> Receipt:
+        """One RPC to every worker; the first failure speaks for all, and they must agree on what they hold."""
+        if self._llm is None:
+            raise EngineError("the engine is not running; start it first")
+        answers = await self._llm.collective_rpc("headrace_weights", args=(what, dict(args)))
+        receipts = [Receipt(**{k: a[k] for k in a if k not in ("load_s", "mended")}) for a in answers]
+        failed = [r for r in receipts if r.state == "failed"]
+        behind = [r for r in receipts if r.state != receipts[0].state]
+        return failed[0] if failed else min(behind + receipts[:1], key=lambda r: r.state in ("joined", "staged"))
+
+    async def _until(self, state: str, timeout_s: float) -> Receipt:
+        deadline = time.monotonic() + timeout_s + 2.0  # the worker's own deadline comes first, and says more
+        while True:
+            receipt = await self._call("status", {})
+            receipt.raise_if_failed()
+            if receipt.state == state:
+                return receipt
+            if receipt.state == "idle":
+                raise WeightError("broken off: the staged weights were discarded")
+            if time.monotonic() > deadline:
+                raise DeadlineError(f"the engine's worker to be {state}", timeout_s)
+            await asyncio.sleep(_POLL_S)
+
+    # --- what others may know -----------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def gauges(self) -> dict[str, float]:
+        return {
+            "engine_version": float(self._version),
+            "engine_requests": float(self._counts["requests"]),
+            "engine_tokens": float(self._counts["tokens"]),
+            "engine_commits": float(self._counts["commits"]),
+            "engine_stall_s": self._last_commit.stall_s,
+            "engine_load_s": self._last_commit.load_s,
+            "engine_broken": float(bool(self._broken)),
+            "engine_paused": float(len(self._pauses.holders)),
+        }
+
+
+def _completion(output: Any, initial_version: int) -> Completion:
+    """vLLM's CompletionOutput as ours. A request that vLLM aborted has no trainable token."""
+    tokens = np.array(list(output.token_ids), dtype=np.int32)
+    if output.finish_reason not in ("stop", "length") or len(tokens) == 0:
+        return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), (), Status.FAILED, "")
+    logprobs = np.array([row[int(t)].logprob for row, t in zip(output.logprobs, tokens, strict=True)], np.float32)
+    spans = tuple(
+        VersionSpan(initial_version if s.version == INITIAL_VERSION else int(s.version), s.start, s.end)
+        for s in output.weight_versions or ()
+    )
+    status = Status.FINISHED if output.finish_reason == "stop" else Status.TRUNCATED
+    return Completion(tokens, logprobs, spans, status, output.text)

@@ -1,0 +1,177 @@
+"""Our weight-transfer back end inside vLLM's worker process, and the mend for what vLLM's reload leaves stale.
+
+vLLM finds `register` through the `vllm.general_plugins` entry point in every engine process. The life of one update,
+in the worker (each line one RPC; the first two run beside decoding, the others while generation is paused):
+
+    headrace_weights("join", ...)     enter the epoch's gloo group               (a thread; poll with "status")
+    headrace_weights("stage", ...)    receive into the spool, recompute digests  (a thread; poll with "status")
+    start_weight_update()             vLLM: layers go back to checkpoint format
+    update_weights({"version": 7})    load the proven bytes; refuse any other version
+    finish_weight_update()            vLLM: repack; ours: mend tied heads that kept their old packed weights
+
+The worker gains `headrace_weights` through `worker_extension_cls`, because vLLM's own `update_weights` may only run
+inside a paused update, and receiving must not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from rollout.engine import Rendezvous
+from rollout.errors import HeadraceError, WeightError
+from rollout.weight_inbox import WeightInbox, manifest_from_plain
+from rollout.weight_spool import Staged
+from rollout.weight_stream import NamedTensor, views
+
+BACKEND = "headrace"
+WORKER_EXTENSION = "rollout.vllm_weights.WeightCalls"
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: make the back end known in this process. Idempotent."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, HeadraceTransfer)
+
+
+# --- the mend ---------------------------------------------------------------------------------------------------------
+
+
+def packed_state(model: torch.nn.Module) -> dict[str, Callable[..., torch.Tensor]]:
+    """Modules that multiply with a private, repacked copy of their weight (vLLM on CPU): name -> its kernel."""
+    return {name: m.cpu_linear for name, m in model.named_modules() if hasattr(m, "cpu_linear")}
+
+
+def mend_packed(model: torch.nn.Module, before: dict[str, Callable[..., torch.Tensor]]) -> list[str]:
+    """Repack modules that a reload passed over; returns their names.
+
+    vLLM's layerwise reload repacks the module that owns a parameter, so a module that only shares it (a tied output
+    head) goes on multiplying with the OLD copy. Any module whose kernel is still the one from before the reload, and
+    which has the weight to repack, is repacked. One whose unpacked weight is gone cannot be mended: WeightError.
+    """
+    mended, lost = [], []
+    for name, module in model.named_modules():
+        if getattr(module, "cpu_linear", None) is not before.get(name) or name not in before:
+            continue
+        if module.cpu_linear is torch.nn.functional.linear:  # no copy of its own: reads the live weight
+            continue
+        if module.weight.numel() == 0:
+            lost.append(name)
+            continue
+        module.quant_method.process_weights_after_loading(module)
+        mended.append(name)
+    if lost:
+        raise WeightError(f"{lost[0]} and {len(lost) - 1} more got no new weights and keep old packed ones; send all")
+    return mended
+
+
+# --- the back end -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class HeadraceInit(WeightTransferInitInfo):
+    """Nothing: groups are entered with `headrace_weights("join")`, beside decoding."""
+
+
+@dataclass
+class HeadraceUpdate(WeightTransferUpdateInfo):
+    """Load this version, which must be staged and proven."""
+
+    version: int
+    mend: bool = True  # off only in the test that shows what the mend is for
+
+
+class HeadraceTransfer(WeightTransferEngine[HeadraceInit, HeadraceUpdate]):
+    """Loads staged versions with vLLM's layerwise reload."""
+
+    init_info_cls = HeadraceInit
+    update_info_cls = HeadraceUpdate
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        settings = (self.vllm_config.additional_config or {}).get("headrace", {})
+        self.inbox = WeightInbox(settings.get("bucket_bytes", 8 << 20), settings.get("spool_dir"))
+        self._before: dict[str, Callable[..., torch.Tensor]] = {}
+        self._loaded: Staged | None = None
+        self._mend = True
+        self.load_s = 0.0
+        self.mended: list[str] = []
+
+    def init_transfer_engine(self, init_info: HeadraceInit) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._started = time.monotonic()
+        self._before = packed_state(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Overrides the base, which synchronizes an accelerator that a CPU worker does not have."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+    def receive_weights(self, update_info: HeadraceUpdate) -> None:
+        staged = self.inbox.take(update_info.version)
+        self._mend = update_info.mend
+        self.model.load_weights(self._released_behind(staged))
+        self._loaded = staged
+
+    def _released_behind(self, staged: Staged) -> Iterator[NamedTensor]:
+        """The staged tensors in order; pages of those already loaded leave resident memory."""
+        at = 0
+        for spec, (name, tensor) in zip(staged.manifest.tensors, views(staged.manifest, staged.bytes()), strict=True):
+            yield name, tensor
+            staged.place.release(at, at + spec.nbytes)
+            at += spec.nbytes
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if self._loaded is None:
+            raise WeightError("finish_weight_update without a loaded version; call update_weights first")
+        finalize_layerwise_reload(self.model, self.model_config)
+        self.mended = mend_packed(self.model, self._before) if self._mend else []
+        self._before = {}
+        self.inbox.committed(self._loaded)
+        self._loaded = None
+        self.load_s = time.monotonic() - self._started
+
+    def shutdown(self) -> None:
+        self.inbox.close()
+
+    def call(self, what: str, args: dict[str, Any]) -> dict[str, Any]:
+        """One control call; returns the inbox's status. Never blocks on the network."""
+        if what == "join":
+            self.inbox.join(Rendezvous(**args))
+        elif what == "stage":
+            self.inbox.stage(manifest_from_plain(args))
+        elif what == "discard":
+            self.inbox.discard()
+        elif what != "status":
+            raise WeightError(f"unknown weight call {what!r}; known are join, stage, discard, status")
+        return {**self.inbox.status().as_dict(), "load_s": self.load_s, "mended": self.mended}
+
+
+class WeightCalls:
+    """Mixed into vLLM's worker (`worker_extension_cls`): one more RPC."""
+
+    weight_transfer_engine: Any
+
+    def headrace_weights(self, what: str, args: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self.weight_transfer_engine.call(what, args)
+        except HeadraceError as error:
+            return {"state": "failed", "error": type(error).__name__, "message": str(error)}

@@ -1,0 +1,128 @@
+"""One broadcast group of one epoch over gloo: rank 0 is the learner, the others are engines.
+
+    learner:  MeetingPoint (hosts the store) -> rendezvous per member -> GlooGroup.enter(...)
+    engine:   Rendezvous -> GlooGroup.enter(...)
+
+A group is its own process group over its own store: it never touches torch's default group, so it can be torn
+down and entered again as a new epoch while DeepSpeed and vLLM keep theirs. Every call has a deadline and raises
+DeadlineError (who was awaited) or WeightError (the peer went away); after either the group is of no more use.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from rollout.engine import Rendezvous
+from rollout.errors import DeadlineError, WeightError
+
+_POLL_S = 0.02
+
+
+class MeetingPoint:
+    """Where the members of all epochs meet: a key-value store on a port that the system picked (PAINS 26)."""
+
+    def __init__(self, host: str = "127.0.0.1", timeout_s: float = 60.0) -> None:
+        self.host, self.timeout_s = host, timeout_s
+        self._store = dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+
+    @property
+    def port(self) -> int:
+        return int(self._store.port)
+
+    @property
+    def store(self) -> dist.TCPStore:
+        return self._store
+
+    def invite(self, epoch: int, members: Sequence[str]) -> dict[str, Rendezvous]:
+        """The rendezvous of each member; rank 0 is the caller's own."""
+        world = len(members) + 1
+        return {
+            name: Rendezvous(epoch, self.host, self.port, rank, world, self.timeout_s)
+            for rank, name in enumerate(members, start=1)
+        }
+
+    def own(self, epoch: int, n_members: int) -> Rendezvous:
+        return Rendezvous(epoch, self.host, self.port, 0, n_members + 1, self.timeout_s)
+
+
+def _address_towards(host: str, port: int) -> str:
+    """The address of this machine by which `host` sees it (no packet is sent)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+def _announce_and_await(store: dist.Store, rdv: Rendezvous, names: Mapping[int, str], deadline: float) -> None:
+    """Say that we are here; wait until everybody is. The one who is missing is named."""
+    store.set(f"here/{rdv.rank}", "1")
+    waiting = [r for r in range(rdv.world_size) if r != rdv.rank]
+    while waiting:
+        waiting = [r for r in waiting if not store.check([f"here/{r}"])]
+        if waiting and time.monotonic() > deadline:
+            who = ", ".join(names.get(r, "the learner" if r == 0 else f"rank {r}") for r in waiting)
+            raise DeadlineError(f"{who} to enter weight group epoch {rdv.epoch}", rdv.timeout_s)
+        if waiting:
+            time.sleep(_POLL_S)
+
+
+class GlooGroup:
+    """An entered group. Not thread-safe: one thread uses it at a time; `close` may come from any thread."""
+
+    def __init__(self, rdv: Rendezvous, group: dist.ProcessGroupGloo, store: dist.Store) -> None:
+        self.rendezvous = rdv
+        self._group: dist.ProcessGroupGloo | None = group
+        self._store = store  # the group needs it alive
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
+        self._options.timeout = timedelta(seconds=rdv.timeout_s)
+
+    @classmethod
+    def enter(
+        cls, rdv: Rendezvous, *, store: dist.TCPStore | None = None, names: Mapping[int, str] | None = None
+    ) -> GlooGroup:
+        """Block until all members are in, at most `rdv.timeout_s`. `names` makes errors name engines, not ranks."""
+        deadline = time.monotonic() + rdv.timeout_s
+        timeout = timedelta(seconds=rdv.timeout_s)
+        try:
+            base = store or dist.TCPStore(rdv.host, rdv.port, None, False, timeout, wait_for_workers=False)
+            epoch_store = dist.PrefixStore(f"headrace/{rdv.epoch}", base)
+            _announce_and_await(epoch_store, rdv, names or {}, deadline)
+            options = dist.ProcessGroupGloo._Options()
+            here = rdv.host if rdv.rank == 0 else _address_towards(rdv.host, rdv.port)
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]
+            options._timeout = timeout
+            options._threads = 1
+            group = dist.ProcessGroupGloo(epoch_store, rdv.rank, rdv.world_size, options)
+        except (RuntimeError, dist.DistError) as error:  # torch raises plain RuntimeErrors from gloo
+            raise DeadlineError(f"weight group epoch {rdv.epoch}", rdv.timeout_s, str(error).splitlines()[0]) from error
+        return cls(rdv, group, epoch_store)
+
+    def broadcast(self, buffer: torch.Tensor) -> dist.Work:
+        """Start sending (rank 0) or receiving (others) `buffer`; hand the work to `wait` before touching it."""
+        if self._group is None:
+            raise WeightError(f"weight group epoch {self.rendezvous.epoch} is closed; enter the next epoch")
+        return self._group.broadcast([buffer], self._options)
+
+    def wait(self, work: dist.Work) -> None:
+        """Block until the buffer is ours again (sent or received)."""
+        started = time.monotonic()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            waited, epoch = time.monotonic() - started, self.rendezvous.epoch
+            reason = str(error).splitlines()[0]
+            if "imed out" in reason or "imeout" in reason:
+                raise DeadlineError(f"a member of weight group epoch {epoch}", waited, reason) from error
+            raise WeightError(f"weight group epoch {epoch} broke: {reason}") from error
+
+    def close(self) -> None:
+        """Leave; peers that wait for us see the connection close. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
