@@ -94,11 +94,16 @@ def batch_mean(r: Tensor, g: Groups, reduce: Reduce = alone) -> Tensor:
     return r - mean
 
 
-def maxrl(r: Tensor, g: Groups, eps: float = 0.0) -> Tensor:
+def maxrl(r: Tensor, g: Groups, eps: float = 0.0, guarded: bool = True) -> Tensor:
     """MaxRL, 2602.02710, the deployed centred form: A_i = (r_i - mean) / (mean + eps), 0 for a group with mean <= 0.
 
     Its expectation is the gradient of the order-(N-1) truncation of log p (definitions.md 2.10), not of order N.
+    guarded=False is the official code as it stands, to compare with: a negative mean flips signs and a lone answer
+    gets r / eps. Training never uses it.
     """
+    if not guarded:
+        mean = torch.where(g.size(r.dtype)[g.ids] > 1, g.mean(r), torch.zeros_like(r))
+        return (r - mean) / (mean + eps)
     mean = g.mean(r)
     usable = mean > 0
     return torch.where(usable, (r - mean) / torch.where(usable, mean + eps, torch.ones_like(mean)), torch.zeros_like(r))
@@ -131,10 +136,9 @@ def normalize_then_sum(
     for k, weight in enumerate(weights):
         r = components[:, k]
         g = Groups.of(r, group_ids)
-        total = total + weight * _zeroed(group_std(r, g, eps, ddof), g, r)
+        total = total + weight * exact_zeros(group_std(r, g, eps, ddof), g, r)
     scored = torch.isfinite(components).all(dim=1)
-    mean, var = returns.moments(total, scored, ddof, reduce)
-    return (total - mean) / (var.sqrt() + eps)
+    return returns.whiten(total, scored, eps, ddof, reduce, eps_in="std")
 
 
 def keep_group(metric: Tensor, group_ids: Tensor) -> Tensor:
@@ -147,7 +151,7 @@ def _group_std(r: Tensor, g: Groups, ddof: int) -> Tensor:
     return (g.sum(group_mean(r, g) ** 2) / (n - ddof).clamp(min=1)).sqrt()[g.ids]
 
 
-def _zeroed(a: Tensor, g: Groups, r: Tensor) -> Tensor:
+def exact_zeros(a: Tensor, g: Groups, r: Tensor) -> Tensor:
     return torch.where(g.scored & g.informative(r)[g.ids], a, torch.zeros_like(a))
 
 
@@ -193,7 +197,11 @@ def compute(
     beta = (choices.kl_coef if kl_coef is None else kl_coef) if choices.kl_in == "reward" else 0.0
     if beta and token_kl is None:
         raise ValueError(f"KL coefficient {beta} is charged to the reward, but no token_kl was given")
-    charge = beta * token_kl.double() if beta and token_kl is not None else torch.zeros(len(sequence_ids), dtype=r.dtype, device=r.device)
+    charge = (
+        beta * token_kl.double()
+        if beta and token_kl is not None
+        else torch.zeros(len(sequence_ids), dtype=r.dtype, device=r.device)
+    )
     charge = torch.where(seq.mask & torch.isfinite(charge), charge, torch.zeros_like(charge))
     targets: Tensor | None = None
     if choices.advantage in ("gae", "reinforce_pp", "reinforce_pp_baseline"):
@@ -205,7 +213,12 @@ def compute(
             if components is None or component_weights is None:
                 raise ValueError("components 'normalize_then_sum' needs components [N, K] and component_weights [K]")
             a = normalize_then_sum(
-                components.double(), component_weights.double(), group_ids, choices.advantage_eps, choices.advantage_ddof, reduce
+                components.double(),
+                component_weights.double(),
+                group_ids,
+                choices.advantage_eps,
+                choices.advantage_ddof,
+                reduce,
             )
             a = torch.where(g.scored, a, torch.zeros_like(a))
         else:
@@ -233,23 +246,32 @@ def _estimate(c: Choices, r: Tensor, g: Groups, seq: Segments, reduce: Reduce) -
     a = by_name[c.advantage]()
     if c.advantage == "batch_mean":  # no group baseline: an all-equal group still differs from the batch
         return torch.where(g.scored, a, torch.zeros_like(a))
-    return _zeroed(a, g, r)
+    return exact_zeros(a, g, r)
 
 
 def _per_token(
-    c: Choices, r: Tensor, g: Groups, seq: Segments, charge: Tensor, values: Tensor | None, bootstrap: Tensor | None, reduce: Reduce
+    c: Choices,
+    r: Tensor,
+    g: Groups,
+    seq: Segments,
+    charge: Tensor,
+    values: Tensor | None,
+    bootstrap: Tensor | None,
+    reduce: Reduce,
 ) -> tuple[Tensor, Tensor | None]:
     """PPO and REINFORCE++: the answer's reward sits on its last unmasked token, KL on every token; then whitening."""
     live = Segments(seq.ids, seq.n, seq.mask & g.scored[seq.ids])
     score = r
     if c.advantage == "reinforce_pp_baseline":
-        score = _zeroed(group_mean(r, g), g, r)
+        score = exact_zeros(group_mean(r, g), g, r)
     score = torch.where(g.scored, score, torch.zeros_like(score))
     rewards = returns.token_rewards(score, charge, live)
     if c.advantage == "gae":
         if values is None:
             raise ValueError("advantage 'gae' needs the critic's values")
-        raw, targets = returns.gae(rewards, values.double(), live, c.gamma, c.lam, bootstrap if c.bootstrap_truncated else None)
+        raw, targets = returns.gae(
+            rewards, values.double(), live, c.gamma, c.lam, bootstrap if c.bootstrap_truncated else None
+        )
     else:
         raw, targets = returns.discounted(rewards, live, c.gamma), None
     return returns.whiten(raw, live.mask, c.whiten_eps, c.whiten_ddof, reduce), targets
@@ -267,6 +289,10 @@ def _counters(c: Choices, r: Tensor, g: Groups, seq: Segments, per_token: Tensor
         "answers/nonpositive_mean": ((g.mean(r) <= 0) & g.scored).sum() if c.advantage == "maxrl" else torch.zeros(()),
     }
     return MetricSums.of(
-        mean={"reward/mean": (r, g.scored), "advantage/mean": (per_token, live), "advantage/abs": (per_token.abs(), live)},
+        mean={
+            "reward/mean": (r, g.scored),
+            "advantage/mean": (per_token, live),
+            "advantage/abs": (per_token.abs(), live),
+        },
         total=total,
     )

@@ -54,12 +54,18 @@ class Choices(Section):
     value_clip: float = Field(0.2, gt=0, description="PPO critic: largest move of a value away from the old one")
     value_coef: float = Field(0.5, ge=0, description="weight of the squared value error")
     critic_learning_rate: float = Field(1e-5, gt=0)
-    bootstrap_truncated: bool = Field(True, description="a truncated answer's last token sees the critic's value after it")
+    bootstrap_truncated: bool = Field(
+        True, description="a truncated answer's last token sees the critic's value after it"
+    )
 
     # policy loss
     loss: LossKind = "ppo_clip"
-    clip_low: float = Field(0.2, ge=0, description="offset below 1 (log-space width for gmpo, TV threshold for dppo, ipo)")
-    clip_high: float = Field(0.2, ge=0, description="offset above 1 (log-space width for gmpo, TV threshold for dppo, ipo)")
+    clip_low: float = Field(
+        0.2, ge=0, description="offset below 1 (log-space width for gmpo, TV threshold for dppo, ipo)"
+    )
+    clip_high: float = Field(
+        0.2, ge=0, description="offset above 1 (log-space width for gmpo, TV threshold for dppo, ipo)"
+    )
     dual_clip: float | None = Field(None, gt=1, description="absolute ratio bound for negative advantages; None: off")
     staleness_clip: float = Field(0.0, description="clip width is multiplied by (1 + staleness)^this; 0: off")
     weight_min: float = Field(0.0, ge=0, description="cispo: absolute lower cap of the detached weight")
@@ -69,7 +75,9 @@ class Choices(Section):
     tau: float = Field(0.1, gt=0, description="opmd regularisation")
     trust_region_coef: float = Field(0.0, ge=0, description="weight of (log pi/mu)^2 on every token")
     aggregation: AggregationKind = "token-mean"
-    length_constant: float | None = Field(None, gt=0, description="aggregation 'constant': L_max, the generation budget")
+    length_constant: float | None = Field(
+        None, gt=0, description="aggregation 'constant': L_max, the generation budget"
+    )
 
     # regularisers
     kl_coef: float = Field(0.0, ge=0)
@@ -80,7 +88,9 @@ class Choices(Section):
     entropy_coef: float = Field(0.0, description="loss -= this * entropy")
 
     # asynchrony
-    mode: Literal["decoupled", "bypass"] = Field("decoupled", description="bypass: ratios are taken to the engine's log-probs")
+    mode: Literal["decoupled", "bypass"] = Field(
+        "decoupled", description="bypass: ratios are taken to the engine's log-probs"
+    )
     correction: CorrectionKind = "tis"
     correction_low: float | None = Field(None, ge=0, description="lower bound of the weight; None: no bound")
     correction_high: float | None = Field(2.0, gt=0, description="upper bound of the weight; None: no bound")
@@ -88,10 +98,14 @@ class Choices(Section):
     m2po_tau: float | None = Field(None, gt=0, description="second-moment bound of log weights; None: off")
 
     # which groups and answers are trained on
-    drop_zero_signal: bool = Field(True, description="DAPO dynamic sampling on the metric: all-equal groups are replaced")
+    drop_zero_signal: bool = Field(
+        True, description="DAPO dynamic sampling on the metric: all-equal groups are replaced"
+    )
     max_refills: int = Field(10, ge=0, description="replacement rounds before a step goes ahead without signal")
     mask_truncated: bool = Field(False, description="overlong filtering: a truncated answer gives no loss")
-    overlong_cache: int | None = Field(None, gt=0, description="soft overlong punishment starts this far before the limit")
+    overlong_cache: int | None = Field(
+        None, gt=0, description="soft overlong punishment starts this far before the limit"
+    )
     overlong_factor: float = Field(1.0, ge=0)
 
     # preference learning

@@ -4,8 +4,8 @@ Legend as in losses.py. All functions take `log_w [T]`, a log importance weight 
 (weight [T], keep [T] bool): the loss of a token is multiplied by `weight`, which is 0 where `keep` is False. The denominator
 stays the ORIGINAL token count (definitions.md 5.2, as all peers but verl's decoupled mode).
 
-    decoupled   log_w = l_old - l_mu   weight x clipped loss on l - l_old      Hilton et al. 2110.00641, AReaL 2505.24298
-    bypass      log_w = l - l_mu       only for REINFORCE, where the weight is the whole correction
+    decoupled   log_w = logp_old - logp_mu   weight x clipped loss on logp - logp_old      Hilton et al. 2110.00641, AReaL 2505.24298
+    bypass      log_w = logp - logp_mu       only for REINFORCE, where the weight is the whole correction
 
 NaN or inf at an unmasked token never gets here: objective.py drops such tokens first and counts them.
 """
@@ -76,12 +76,12 @@ def inside(w: Tensor, low: float | None, high: float | None) -> Tensor:
 # ---------------------------------------------------------------------------------------------- masks with other statistics
 
 
-def opsm(l: Tensor, base: Tensor, A: Tensor, seq: Segments, delta: float) -> tuple[Tensor, Tensor]:  # noqa: E741
-    """Off-policy sequence masking, DeepSeek-V3.2: drop an answer if A < 0 and mean_t(base - l) > delta.
+def opsm(logp: Tensor, base: Tensor, A: Tensor, seq: Segments, delta: float) -> tuple[Tensor, Tensor]:
+    """Off-policy sequence masking, DeepSeek-V3.2: drop an answer if A < 0 and mean_t(base - logp) > delta.
 
-    Returns (keep [n], the mean log-ratio mu / pi [n]). `base` is l_mu (TRL) or l_old (slime).
+    Returns (keep [n], the mean log-ratio mu / pi [n]). `base` is logp_mu (TRL) or logp_old (slime).
     """
-    drift = seq.mean((base - l).detach())
+    drift = seq.mean((base - logp).detach())
     return ~((seq.mean(A) < 0) & (drift > delta)), drift
 
 
@@ -109,14 +109,14 @@ def staleness_width(width: float, staleness: Tensor, exponent: float) -> Width:
     return width * (1 + staleness.clamp(min=0)) ** exponent
 
 
-def loglinear_prox(l: Tensor, l_mu: Tensor, v_theta: Tensor, v_mu: Tensor) -> Tensor:  # noqa: E741
-    """A-3PO, 2512.06547: the proximal log-probs without a forward pass, l_mu + alpha (l - l_mu), detached.
+def loglinear_prox(logp: Tensor, logp_mu: Tensor, v_theta: Tensor, v_mu: Tensor) -> Tensor:
+    """A-3PO, 2512.06547: the proximal log-probs without a forward pass, logp_mu + alpha (logp - logp_mu), detached.
 
     alpha = clamp((v_prox - v_mu) / (v_theta - v_mu), 0, 1) with v_prox = v_theta - 1; versions per token [T].
     """
-    gap = (v_theta - v_mu).to(l.dtype)
+    gap = (v_theta - v_mu).to(logp.dtype)
     alpha = ((gap - 1) / torch.where(gap == 0, torch.ones_like(gap), gap)).clamp(0, 1)
-    return (l_mu + alpha * (l - l_mu)).detach()
+    return (logp_mu + alpha * (logp - logp_mu)).detach()
 
 
 def effective_sample_size(w: Tensor, mask: Tensor) -> Tensor:

@@ -35,7 +35,9 @@ def chunked_logprobs(
     return logprobs, entropy
 
 
-def _logits(h: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, wide: torch.dtype, fp32_head: bool) -> Tensor:
+def _logits(
+    h: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, wide: torch.dtype, fp32_head: bool
+) -> Tensor:
     """[c, V] temperature-scaled logits in `wide` precision."""
     if fp32_head:
         h, weight = h.to(wide), weight.to(wide)
@@ -50,7 +52,14 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk: int, fp32: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        fp32: bool,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         n = hidden.shape[0]
@@ -73,12 +82,18 @@ class _Chunked(torch.autograd.Function):
         grad_logp, grad_entropy = grads
         d_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros(bias.shape, dtype=wide, device=weight.device) if bias is not None and ctx.needs_input_grad[2] else None
+        d_bias = (
+            torch.zeros(bias.shape, dtype=wide, device=weight.device)
+            if bias is not None and ctx.needs_input_grad[2]
+            else None
+        )
         compute = wide if fp32 else hidden.dtype
         for at in range(0, hidden.shape[0], chunk):
             part = slice(at, at + chunk)
             logp = _logits(hidden[part], weight, bias, temperature, wide, fp32).sub_(norm[part].unsqueeze(-1))
-            dz = _dlogits(logp, targets[part], entropy[part], _part(grad_logp, part), _part(grad_entropy, part)).div_(temperature)
+            dz = _dlogits(logp, targets[part], entropy[part], _part(grad_logp, part), _part(grad_entropy, part)).div_(
+                temperature
+            )
             if d_bias is not None:
                 d_bias += dz.sum(0)
             dz = dz.to(compute)

@@ -2,13 +2,13 @@
 
 Legend (all tensors are flat: T answer tokens of a packed batch, see learner/segments.py)
 
-    l       [T]  log pi(y_t)      current policy, carries the gradient
-    l_old   [T]  log pi_old(y_t)  proximal policy: the learner's weights when the step began
-    l_mu    [T]  log mu(y_t)      behaviour policy: as sampled by the engine
-    l_ref   [T]  log pi_ref(y_t)  frozen reference
-    base    [T]  what the ratio is taken to: l_old (decoupled) or l_mu (bypass); never carries a gradient
+    logp       [T]  log pi(y_t)      current policy, carries the gradient
+    logp_old   [T]  log pi_old(y_t)  proximal policy: the learner's weights when the step began
+    logp_mu    [T]  log mu(y_t)      behaviour policy: as sampled by the engine
+    logp_ref   [T]  log pi_ref(y_t)  frozen reference
+    base    [T]  what the ratio is taken to: logp_old (decoupled) or logp_mu (bypass); never carries a gradient
     A       [T]  advantage
-    r       [T]  exp(l - base)
+    r       [T]  exp(logp - base)
     sg[x]        stop-gradient, x.detach()
     seq          Segments: seq.mean(x) is the mean over each answer's unmasked tokens, seq.spread() gives it back to them
     |y|          unmasked tokens of an answer
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from learner.segments import Segments
 
@@ -33,78 +32,79 @@ LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8; a log-ratio beyond it is clamped and ha
 Width = float | Tensor  # a clip width, or one per token (staleness-adaptive)
 
 
-def ratio(l: Tensor, base: Tensor) -> Tensor:  # noqa: E741
-    """r = exp(clamp(l - base, +-20))."""
-    return (l - base).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+def ratio(logp: Tensor, base: Tensor) -> Tensor:
+    """r = exp(clamp(logp - base, +-20))."""
+    return (logp - base).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 # ---------------------------------------------------------------------------------------------- clipped ratios
 
 
 def ppo_clip(
-    l: Tensor, base: Tensor, A: Tensor, clip_low: Width, clip_high: Width, dual_clip: float | None = None  # noqa: E741
+    logp: Tensor, base: Tensor, A: Tensor, clip_low: Width, clip_high: Width, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """PPO, Schulman et al. 1707.06347 eq. 7; DAPO's clip-higher (2503.14476 eq. 10) is clip_high > clip_low.
 
     L = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)
     dual clip, Ye et al. 1912.09729 eq. 5: for A < 0 also L <- min(L, -c A), c > 1 absolute.
     """
-    r = ratio(l, base)
+    r = ratio(logp, base)
     return _clipped_surrogate(r, A, 1 - clip_low, 1 + clip_high, dual_clip)
 
 
 def gspo(
-    l: Tensor, base: Tensor, A: Tensor, seq: Segments, clip_low: Width, clip_high: Width  # noqa: E741
+    logp: Tensor, base: Tensor, A: Tensor, seq: Segments, clip_low: Width, clip_high: Width
 ) -> tuple[Tensor, Tensor]:
     """GSPO, 2507.18071 eq. 5-7: one length-normalised ratio per answer.
 
-    s_i = exp(1/|y_i| sum_t (l - base)),  L_i = max(-s_i A_i, -clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
+    s_i = exp(1/|y_i| sum_t (logp - base)),  L_i = max(-s_i A_i, -clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
     """
-    s = seq.spread(seq.mean(l - base).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp())
+    s = seq.spread(seq.mean(logp - base).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp())
     return _clipped_surrogate(s, seq.spread(seq.mean(A)), 1 - clip_low, 1 + clip_high, None)
 
 
 def gspo_token(
-    l: Tensor, base: Tensor, A: Tensor, seq: Segments, clip_low: Width, clip_high: Width  # noqa: E741
+    logp: Tensor, base: Tensor, A: Tensor, seq: Segments, clip_low: Width, clip_high: Width
 ) -> tuple[Tensor, Tensor]:
     """GSPO-token, 2507.18071 eq. 13-14: GSPO's ratio with an advantage per token.
 
-    s_{i,t} = sg[s_i] exp(l - sg[l]); equal to GSPO in value and gradient when A is constant over the answer.
+    s_{i,t} = sg[s_i] exp(logp - sg[logp]); equal to GSPO in value and gradient when A is constant over the answer.
     """
-    s = seq.spread(seq.mean((l - base).detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp())
-    return _clipped_surrogate(s * (l - l.detach()).exp(), A, 1 - clip_low, 1 + clip_high, None)
+    s = seq.spread(seq.mean((logp - base).detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp())
+    return _clipped_surrogate(s * (logp - logp.detach()).exp(), A, 1 - clip_low, 1 + clip_high, None)
 
 
 def sequence_clip(
-    l: Tensor, base: Tensor, A: Tensor, seq: Segments, clip_low: Width, clip_high: Width  # noqa: E741
+    logp: Tensor, base: Tensor, A: Tensor, seq: Segments, clip_low: Width, clip_high: Width
 ) -> tuple[Tensor, Tensor]:
     """RLOO's whole-answer action (Ahmadian et al. 2402.14740 sec. 3.2) with PPO's clip, as TRL's RLOOTrainer.
 
-    R_i = exp(sum_t (l - base)),  L_i = max(-R_i A_i, -clip(R_i, 1 - clip_low, 1 + clip_high) A_i)
+    R_i = exp(sum_t (logp - base)),  L_i = max(-R_i A_i, -clip(R_i, 1 - clip_low, 1 + clip_high) A_i)
     """
-    r = seq.spread(seq.sum(l - base).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp())
+    r = seq.spread(seq.sum(logp - base).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp())
     return _clipped_surrogate(r, seq.spread(seq.mean(A)), 1 - clip_low, 1 + clip_high, None)
 
 
 def gmpo(
-    l: Tensor, base: Tensor, A: Tensor, seq: Segments, clip_low: Width, clip_high: Width  # noqa: E741
+    logp: Tensor, base: Tensor, A: Tensor, seq: Segments, clip_low: Width, clip_high: Width
 ) -> tuple[Tensor, Tensor]:
     """GMPO, 2507.20673 eq. 4: geometric mean of token ratios, clipped one-sidedly in log space.
 
-    d = l - base;  A > 0: d <- min(d, clip_high);  A <= 0: d <- max(d, -clip_low);  L_i = -exp(1/|y_i| sum_t d) A_i
+    d = logp - base;  A > 0: d <- min(d, clip_high);  A <= 0: d <- max(d, -clip_low);  L_i = -exp(1/|y_i| sum_t d) A_i
     """
-    d = l - base
+    d = logp - base
     a = seq.spread(seq.mean(A))
-    high, low = torch.as_tensor(clip_high, dtype=d.dtype, device=d.device), torch.as_tensor(clip_low, dtype=d.dtype, device=d.device)
+    high, low = (
+        torch.as_tensor(clip_high, dtype=d.dtype, device=d.device),
+        torch.as_tensor(clip_low, dtype=d.dtype, device=d.device),
+    )
     clipped = torch.where(a > 0, d > high, d < -low)
     d = torch.where(clipped, torch.where(a > 0, high, -low), d)
     s = seq.spread(seq.mean(d).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp())
     return -s * a, clipped
 
 
-def _clipped_surrogate(
-    r: Tensor, A: Tensor, low: Width, high: Width, dual_clip: float | None
-) -> tuple[Tensor, Tensor]:
+def _clipped_surrogate(r: Tensor, A: Tensor, low: Width, high: Width, dual_clip: float | None) -> tuple[Tensor, Tensor]:
     """max(-r A, -clip(r, low, high) A) without torch.max's split gradient at a tie; clipped where the bound strictly wins."""
     low, high = (torch.as_tensor(x, dtype=r.dtype, device=r.device) for x in (low, high))
     bounded = torch.minimum(torch.maximum(r, low), high).detach()
@@ -119,99 +119,99 @@ def _clipped_surrogate(
 # ---------------------------------------------------------------------------------------------- detached weights
 
 
-def cispo(l: Tensor, base: Tensor, A: Tensor, weight_min: float, weight_max: float) -> tuple[Tensor, Tensor]:  # noqa: E741
+def cispo(logp: Tensor, base: Tensor, A: Tensor, weight_min: float, weight_max: float) -> tuple[Tensor, Tensor]:
     """CISPO, MiniMax-M1 2506.13585 eq. 4-5: every token keeps a gradient, only its weight is capped.
 
-    L = -sg[clip(r, weight_min, weight_max)] A l.  The caps are ABSOLUTE ratios. The value depends on l and means nothing.
+    L = -sg[clip(r, weight_min, weight_max)] A logp.  The caps are ABSOLUTE ratios. The value depends on logp and means nothing.
     """
-    r = ratio(l, base).detach()
-    return -r.clamp(weight_min, weight_max) * A * l, (r < weight_min) | (r > weight_max)
+    r = ratio(logp, base).detach()
+    return -r.clamp(weight_min, weight_max) * A * logp, (r < weight_min) | (r > weight_max)
 
 
-def aipo(l: Tensor, base: Tensor, A: Tensor, weight_max: float) -> tuple[Tensor, Tensor]:  # noqa: E741
-    """AIPO, LlamaRL 2505.24034 eq. 4: L = -sg[min(r, weight_max)] A l, base = l_mu. A token above the cap keeps a gradient."""
-    return cispo(l, base, A, 0.0, weight_max)
+def aipo(logp: Tensor, base: Tensor, A: Tensor, weight_max: float) -> tuple[Tensor, Tensor]:
+    """AIPO, LlamaRL 2505.24034 eq. 4: L = -sg[min(r, weight_max)] A logp, base = logp_mu. A token above the cap keeps a gradient."""
+    return cispo(logp, base, A, 0.0, weight_max)
 
 
-def aipo_surrogate(l: Tensor, base: Tensor, A: Tensor, weight_max: float) -> tuple[Tensor, Tensor]:  # noqa: E741
+def aipo_surrogate(logp: Tensor, base: Tensor, A: Tensor, weight_max: float) -> tuple[Tensor, Tensor]:
     """AIPO as cosmos-rl codes it: L = -min(r, weight_max) A, so a token above the cap has NO gradient, whatever A's sign."""
-    r = ratio(l, base)
+    r = ratio(logp, base)
     return -r.clamp(max=weight_max) * A, r > weight_max
 
 
-def importance(l: Tensor, base: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:  # noqa: E741
-    """Importance sampling, Tinker's `importance_sampling`: L = -r A, gradient -r A grad l."""
-    r = ratio(l, base)
+def importance(logp: Tensor, base: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+    """Importance sampling, Tinker's `importance_sampling`: L = -r A, gradient -r A grad logp."""
+    r = ratio(logp, base)
     return -r * A, torch.zeros_like(r, dtype=torch.bool)
 
 
-def reinforce(l: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:  # noqa: E741
-    """REINFORCE, Williams 1992: L = -A l. Off policy the weight comes from corrections.py (detached, multiplied on)."""
-    return -A * l, torch.zeros_like(l, dtype=torch.bool)
+def reinforce(logp: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+    """REINFORCE, Williams 1992: L = -A logp. Off policy the weight comes from corrections.py (detached, multiplied on)."""
+    return -A * logp, torch.zeros_like(logp, dtype=torch.bool)
 
 
 # ---------------------------------------------------------------------------------------------- smooth gates, trust regions
 
 
-def sapo(l: Tensor, base: Tensor, A: Tensor, tau_pos: float, tau_neg: float) -> tuple[Tensor, Tensor]:  # noqa: E741
+def sapo(logp: Tensor, base: Tensor, A: Tensor, tau_pos: float, tau_neg: float) -> tuple[Tensor, Tensor]:
     """SAPO, 2511.20347 eq. 5-6: a sigmoid gate instead of a clip.
 
-    L = -(4 / tau) sigmoid(tau (r - 1)) A,  tau = tau_pos if A > 0 else tau_neg;  dL/dl = -A at r = 1
+    L = -(4 / tau) sigmoid(tau (r - 1)) A,  tau = tau_pos if A > 0 else tau_neg;  dL/dlogp = -A at r = 1
     """
-    r = ratio(l, base)
+    r = ratio(logp, base)
     tau = torch.where(A > 0, tau_pos, tau_neg).to(r.dtype)
     return -(4 / tau) * torch.sigmoid(tau * (r - 1)) * A, torch.zeros_like(r, dtype=torch.bool)
 
 
-def dppo(l: Tensor, base: Tensor, A: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:  # noqa: E741
+def dppo(logp: Tensor, base: Tensor, A: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """DPPO-Binary-TV, 2602.04879: drop a token whose PROBABILITY moved too far in the direction A pushes it.
 
     D = pi - mu (sampled token);  dropped if (A > 0 and D > high) or (A < 0 and D < -low);  kept: L = -r A, unclipped
     """
-    moved = (l.exp() - base.exp()).detach()
+    moved = (logp.exp() - base.exp()).detach()
     dropped = ((A > 0) & (moved > high)) | ((A < 0) & (moved < -low))
-    r = ratio(l, base)
+    r = ratio(logp, base)
     return torch.where(dropped, torch.zeros_like(r), -r * A), dropped
 
 
-def ipo(l: Tensor, base: Tensor, A: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:  # noqa: E741
+def ipo(logp: Tensor, base: Tensor, A: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """INTELLECT Policy Optimization (PRIME-RL; not the preference IPO): as dppo, but both sides for every A.
 
     dropped if pi - mu > high or pi - mu < -low;  kept: L = -r A
     """
-    moved = (l.exp() - base.exp()).detach()
+    moved = (logp.exp() - base.exp()).detach()
     dropped = (moved > high) | (moved < -low)
-    r = ratio(l, base)
+    r = ratio(logp, base)
     return torch.where(dropped, torch.zeros_like(r), -r * A), dropped
 
 
-def trust_region(l: Tensor, base: Tensor) -> Tensor:  # noqa: E741
-    """(l - base)^2 on every token, Kimi-K2.5 2602.02276 / PRIME-RL; gradient 2 (l - base) grad l, towards mu."""
-    return (l - base) ** 2
+def trust_region(logp: Tensor, base: Tensor) -> Tensor:
+    """(logp - base)^2 on every token, Kimi-K2.5 2602.02276 / PRIME-RL; gradient 2 (logp - base) grad logp, towards mu."""
+    return (logp - base) ** 2
 
 
-def opmd(l: Tensor, base: Tensor, A: Tensor, seq: Segments, tau: float) -> tuple[Tensor, Tensor]:  # noqa: E741
+def opmd(logp: Tensor, base: Tensor, A: Tensor, seq: Segments, tau: float) -> tuple[Tensor, Tensor]:
     """Online policy mirror descent, Kimi k1.5 2501.12599 eq. 3, divided by |y| as OpenKimi 2602.05933.
 
-    L_i = tau/2 (A_i / tau - sum_t (l - base))^2 / |y_i|;  gradient -(A_i - tau log-ratio) grad log pi(y_i) / |y_i|
+    L_i = tau/2 (A_i / tau - sum_t (logp - base))^2 / |y_i|;  gradient -(A_i - tau log-ratio) grad log pi(y_i) / |y_i|
     """
-    gap = seq.mean(A) / tau - seq.sum(l - base)
-    loss = 0.5 * tau * gap**2 / seq.count(l.dtype).clamp(min=1)
-    return seq.spread(loss), torch.zeros_like(l, dtype=torch.bool)
+    gap = seq.mean(A) / tau - seq.sum(logp - base)
+    loss = 0.5 * tau * gap**2 / seq.count(logp.dtype).clamp(min=1)
+    return seq.spread(loss), torch.zeros_like(logp, dtype=torch.bool)
 
 
 # ---------------------------------------------------------------------------------------------- regularisers
 
 
-def kl(l: Tensor, l_ref: Tensor, kind: str, r: Tensor | None = None) -> Tensor:  # noqa: E741
-    """Estimators of KL(pi || pi_ref) from samples of pi (Schulman, joschu.net/blog/kl-approx), d = l - l_ref.
+def kl(logp: Tensor, logp_ref: Tensor, kind: str, r: Tensor | None = None) -> Tensor:
+    """Estimators of KL(pi || pi_ref) from samples of pi (Schulman, joschu.net/blog/kl-approx), d = logp - logp_ref.
 
     k1 = d                    unbiased; its gradient has mean 0, so it belongs into the reward
-    k2 = d^2 / 2              its gradient d grad l is the on-policy reverse-KL gradient
-    k3 = exp(-d) - 1 + d      >= 0, low variance; gradient (1 - exp(-d)) grad l
-    k3_ratio = r k3           DeepSeek-V3.2: r NOT detached, gradient r d grad l, unbiased off policy
+    k2 = d^2 / 2              its gradient d grad logp is the on-policy reverse-KL gradient
+    k3 = exp(-d) - 1 + d      >= 0, low variance; gradient (1 - exp(-d)) grad logp
+    k3_ratio = r k3           DeepSeek-V3.2: r NOT detached, gradient r d grad logp, unbiased off policy
     """
-    d = (l - l_ref).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    d = (logp - logp_ref).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if kind == "k1":
         return d
     if kind == "k2":
@@ -235,10 +235,3 @@ def value_clip_loss(v: Tensor, v_old: Tensor, returns: Tensor, clip: float) -> t
     near = torch.minimum(torch.maximum(v, v_old - clip), v_old + clip)
     plain, clipped = (v - returns) ** 2, (near - returns) ** 2
     return torch.where(clipped > plain, clipped, plain), clipped > plain
-
-
-def entropy(logits: Tensor) -> Tensor:
-    """H = -sum_j p_j log p_j over the last axis of temperature-scaled logits; dH/dz_j = -p_j (log p_j + H)."""
-    logp = F.log_softmax(logits, dim=-1)
-    p = logp.exp()
-    return -torch.where(p > 0, p * logp, torch.zeros_like(p)).sum(-1)  # p = 0: 0 * -inf is 0, in gradient too

@@ -48,21 +48,27 @@ def policy_loss(
     """
     if choices.m2po_tau is not None and keep is None:
         raise ValueError("m2po_tau chooses tokens over the whole step: pass keep=step_keep(...)")
-    columns = {
-        "behaviour": behaviour_logprobs, "old": old_logprobs, "ref": ref_logprobs, "entropy": entropy,
-        "advantages": advantages, "staleness": staleness, "keep": keep,
-    }  # fmt: skip
-    if logprobs.dim() == 2:
-        rows, width = logprobs.shape
-        sequence_ids = torch.arange(rows, device=logprobs.device).repeat_interleave(width)
-    if sequence_ids is None:
-        raise ValueError("policy_loss: flat [T] input needs sequence_ids")
-    flat = {k: x.reshape(-1) for k, x in columns.items() if x is not None}
-    batch = _clean(choices, logprobs.reshape(-1), mask.reshape(-1).bool(), flat, sequence_ids, len(group_ids))
-    c = choices if kl_coef is None else choices.model_copy(update={"kl_coef": kl_coef})
-    counted = Segments(sequence_ids, len(group_ids), mask.reshape(-1).bool())
-    weights = token_weights(c.aggregation, counted, group_ids, denominators, c.length_constant)
-    return _assemble(c, batch, weights)
+    if choices.m2po_tau is not None and keep is None:
+        raise ValueError("m2po_tau chooses tokens over the whole step: pass keep=step_keep(...)")
+    terms = token_terms(
+        choices if kl_coef is None else choices.model_copy(update={"kl_coef": kl_coef}),
+        logprobs=logprobs,
+        behaviour_logprobs=behaviour_logprobs,
+        advantages=advantages,
+        mask=mask,
+        group_ids=group_ids,
+        sequence_ids=sequence_ids,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        entropy=entropy,
+        staleness=staleness,
+        keep=keep,
+    )
+    counted = Segments(terms.batch.seq.ids, len(group_ids), terms.batch.counted)
+    weights = token_weights(choices.aggregation, counted, group_ids, denominators, choices.length_constant)
+    policy = aggregate(terms.policy * terms.weight, weights, terms.kept)
+    loss = policy + aggregate(terms.regulariser, weights, terms.batch.live)
+    return loss, _metrics(terms, policy, loss)
 
 
 def step_keep(
@@ -94,10 +100,10 @@ def step_keep(
 
 
 @dataclass(frozen=True)
-class _Batch:
+class Batch:
     """Flat tensors with 0 at every position that gives no loss. `live` is where there is loss; `counted` the mask given."""
 
-    l: Tensor
+    logp: Tensor
     old: Tensor
     mu: Tensor
     ref: Tensor | None
@@ -110,26 +116,31 @@ class _Batch:
     seq: Segments
 
 
-def _clean(choices: Choices, l: Tensor, mask: Tensor, x: dict[str, Tensor], ids: Tensor, n: int) -> _Batch:  # noqa: E741
+def _clean(logp: Tensor, mask: Tensor, x: dict[str, Tensor], ids: Tensor, n: int) -> Batch:
     """Mask before any arithmetic. A trainable token with a NaN or inf anywhere is dropped and counted, never propagated."""
-    l = upcast(l)  # noqa: E741
+    logp = upcast(logp)
     wanted = mask & x["keep"].bool() if "keep" in x else mask
-    names = ["behaviour", "advantages", *(k for k in ("old", "ref", "entropy") if k in x)]
-    finite = torch.isfinite(l.detach())
+    names = [k for k in x if k not in ("keep", "staleness")]
+    finite = torch.isfinite(logp.detach())
     for name in names:
         finite = finite & torch.isfinite(x[name].detach())
     live = wanted & finite
-    fill = {k: torch.where(live, upcast(x[k]).to(l.dtype), torch.zeros((), dtype=l.dtype, device=l.device)) for k in names}
-    l = torch.where(live, l, torch.zeros((), dtype=l.dtype, device=l.device))  # noqa: E741
+    fill = {
+        k: torch.where(live, upcast(x[k]).to(logp.dtype), torch.zeros((), dtype=logp.dtype, device=logp.device))
+        for k in names
+    }
+    logp = torch.where(live, logp, torch.zeros((), dtype=logp.dtype, device=logp.device))
     stale = x.get("staleness")
-    return _Batch(
-        l=l,
-        old=fill["old"].detach() if "old" in fill else l.detach(),
-        mu=fill["behaviour"].detach(),
-        ref=fill["ref"].detach() if "ref" in fill else None,
+    return Batch(
+        logp=logp,
+        old=fill["old_logprobs"].detach() if "old_logprobs" in fill else logp.detach(),
+        mu=fill["behaviour_logprobs"].detach(),
+        ref=fill["ref_logprobs"].detach() if "ref_logprobs" in fill else None,
         entropy=fill.get("entropy"),
         A=fill["advantages"].detach(),
-        staleness=torch.zeros_like(l) if stale is None else torch.where(live, stale.to(l.dtype), torch.zeros_like(l)),
+        staleness=torch.zeros_like(logp)
+        if stale is None
+        else torch.where(live, stale.to(logp.dtype), torch.zeros_like(logp)),
         counted=mask,
         live=live,
         nonfinite=wanted & ~finite,
@@ -137,80 +148,108 @@ def _clean(choices: Choices, l: Tensor, mask: Tensor, x: dict[str, Tensor], ids:
     )
 
 
-def _assemble(c: Choices, b: _Batch, weights: Tensor) -> tuple[Tensor, MetricSums]:
+@dataclass(frozen=True)
+class TokenTerms:
+    """The parts of the loss before averaging, [T] each: kept * weight * policy + live * regulariser."""
+
+    policy: Tensor
+    clipped: Tensor
+    weight: Tensor
+    kept: Tensor
+    regulariser: Tensor
+    batch: Batch
+    base: Tensor
+
+
+def token_terms(
+    c: Choices,
+    *,
+    logprobs: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    sequence_ids: Tensor | None,
+    **columns: Tensor | None,
+) -> TokenTerms:
+    """Everything up to the average; arguments as policy_loss."""
+    if sequence_ids is None:
+        if logprobs.dim() != 2:
+            raise ValueError("policy_loss: flat [T] input needs sequence_ids")
+        rows, width = logprobs.shape
+        sequence_ids = torch.arange(rows, device=logprobs.device).repeat_interleave(width)
+    flat = {k: x.reshape(-1) for k, x in columns.items() if x is not None}
+    b = _clean(logprobs.reshape(-1), mask.reshape(-1).bool(), flat, sequence_ids, len(group_ids))
     base = b.mu if c.mode == "bypass" else b.old
-    per_token, clipped = _kernel(c, b, base)
-    log_w = (b.l.detach() if c.mode == "bypass" else b.old) - b.mu
-    w, kept = corrections.correct(c.correction, log_w, b.seq, c.correction_low, c.correction_high)
+    policy, clipped = _kernel(c, b, base)
+    log_w = (b.logp.detach() if c.mode == "bypass" else b.old) - b.mu
+    weight, kept = corrections.correct(c.correction, log_w, b.seq, c.correction_low, c.correction_high)
     if c.opsm_delta is not None:
-        keep_sequence, _ = corrections.opsm(b.l, b.mu, b.A, b.seq, c.opsm_delta)
+        keep_sequence, _ = corrections.opsm(b.logp, b.mu, b.A, b.seq, c.opsm_delta)
         kept = kept & b.seq.spread(keep_sequence)
-    kept = kept & b.live
-    policy = aggregate(per_token * w, weights, kept)
-    loss = policy
+    return TokenTerms(policy, clipped, weight, kept & b.live, _regulariser(c, b), b, base)
+
+
+def _regulariser(c: Choices, b: Batch) -> Tensor:
+    """trust_region_coef (log pi/mu)^2 + kl_coef KL - entropy_coef H, per token; exactly 0 where none is asked for."""
+    total = torch.zeros_like(b.logp)
     if c.trust_region_coef:
-        loss = loss + c.trust_region_coef * aggregate(losses.trust_region(b.l, b.mu), weights, b.live)
+        total = total + c.trust_region_coef * losses.trust_region(b.logp, b.mu)
     if c.kl_coef and c.kl_in == "loss":
         if b.ref is None:
             raise ValueError(f"kl_coef is {c.kl_coef} but no ref_logprobs were given")
-        term = losses.kl(b.l, b.ref, c.kl_kind, losses.ratio(b.l, b.old))
-        loss = loss + c.kl_coef * aggregate(term, weights, b.live)
+        total = total + c.kl_coef * losses.kl(b.logp, b.ref, c.kl_kind, losses.ratio(b.logp, b.old))
     if c.entropy_coef:
         if b.entropy is None:
             raise ValueError(f"entropy_coef is {c.entropy_coef} but no entropy was given")
-        loss = loss - c.entropy_coef * aggregate(b.entropy, weights, b.live)
-    return loss, _metrics(b, base, log_w, w, kept, clipped, policy, loss)
+        total = total - c.entropy_coef * b.entropy
+    return total
 
 
-def _kernel(c: Choices, b: _Batch, base: Tensor) -> tuple[Tensor, Tensor]:
+def _kernel(c: Choices, b: Batch, base: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of each token, by name."""
     low, high = c.clip_low, c.clip_high
     if c.staleness_clip:
         low, high = (corrections.staleness_width(x, b.staleness, c.staleness_clip) for x in (low, high))
     match c.loss:
         case "ppo_clip":
-            return losses.ppo_clip(b.l, base, b.A, low, high, c.dual_clip)
+            return losses.ppo_clip(b.logp, base, b.A, low, high, c.dual_clip)
         case "gspo":
-            return losses.gspo(b.l, base, b.A, b.seq, low, high)
+            return losses.gspo(b.logp, base, b.A, b.seq, low, high)
         case "gspo_token":
-            return losses.gspo_token(b.l, base, b.A, b.seq, low, high)
+            return losses.gspo_token(b.logp, base, b.A, b.seq, low, high)
         case "sequence_clip":
-            return losses.sequence_clip(b.l, base, b.A, b.seq, low, high)
+            return losses.sequence_clip(b.logp, base, b.A, b.seq, low, high)
         case "gmpo":
-            return losses.gmpo(b.l, base, b.A, b.seq, low, high)
+            return losses.gmpo(b.logp, base, b.A, b.seq, low, high)
         case "cispo":
-            return losses.cispo(b.l, base, b.A, c.weight_min, c.weight_max)
+            return losses.cispo(b.logp, base, b.A, c.weight_min, c.weight_max)
         case "sapo":
-            return losses.sapo(b.l, base, b.A, c.tau_pos, c.tau_neg)
+            return losses.sapo(b.logp, base, b.A, c.tau_pos, c.tau_neg)
         case "dppo":
-            return losses.dppo(b.l, base, b.A, c.clip_low, c.clip_high)
+            return losses.dppo(b.logp, base, b.A, c.clip_low, c.clip_high)
         case "ipo":
-            return losses.ipo(b.l, base, b.A, c.clip_low, c.clip_high)
+            return losses.ipo(b.logp, base, b.A, c.clip_low, c.clip_high)
         case "aipo":
-            return losses.aipo(b.l, base, b.A, c.weight_max)
+            return losses.aipo(b.logp, base, b.A, c.weight_max)
         case "aipo_surrogate":
-            return losses.aipo_surrogate(b.l, base, b.A, c.weight_max)
+            return losses.aipo_surrogate(b.logp, base, b.A, c.weight_max)
         case "opmd":
-            return losses.opmd(b.l, base, b.A, b.seq, c.tau)
+            return losses.opmd(b.logp, base, b.A, b.seq, c.tau)
         case "importance":
-            return losses.importance(b.l, base, b.A)
+            return losses.importance(b.logp, base, b.A)
         case "reinforce":
-            return losses.reinforce(b.l, b.A)
+            return losses.reinforce(b.logp, b.A)
 
 
-def _metrics(
-    b: _Batch, base: Tensor, log_w: Tensor, w: Tensor, kept: Tensor, clipped: Tensor, policy: Tensor, loss: Tensor
-) -> MetricSums:
-    live = b.live
-    now = b.l.detach()
+def _metrics(t: TokenTerms, policy: Tensor, loss: Tensor) -> MetricSums:
+    b, live, now = t.batch, t.batch.live, t.batch.logp.detach()
     means = {
         "policy/kl": (corrections.mismatch_k3(now - b.old), live),  # of the update: old policy || current
         "policy/kl_behaviour": (corrections.mismatch_k3(now - b.mu), live),  # engine's policy || current
-        "policy/ratio_mean": (losses.ratio(now, base), live),
-        "policy/clip_fraction": (clipped, live),
+        "policy/ratio_mean": (losses.ratio(now, t.base), live),
+        "policy/clip_fraction": (t.clipped, live),
         "correction/mismatch_k3": (corrections.mismatch_k3(b.old - b.mu), live),  # engine's policy || old policy
-        "correction/weight_mean": (w, live),
-        "correction/filtered_fraction": (live & ~kept, live),
+        "correction/weight_mean": (t.weight, live),
+        "correction/filtered_fraction": (live & ~t.kept, live),
         "staleness/token_mean": (b.staleness, live),
     }
     if b.entropy is not None:
@@ -222,11 +261,11 @@ def _metrics(
         total={
             "policy/loss": policy,
             "loss/total": loss,
-            "tokens/trained": kept.sum(),
+            "tokens/kept": t.kept.sum(),
             "tokens/nonfinite": b.nonfinite.sum(),
         },
-        ess={"correction/ess": (w, live)},
-        log_ratio={"correction/ratio": (b.old - b.mu, live), "policy/ratio": (now - base, live)},
+        ess={"correction/ess": (losses.ratio(b.old, b.mu), live)},
+        log_ratio={"correction/ratio": (b.old - b.mu, live), "policy/ratio": (now - t.base, live)},
     )
 
 
@@ -236,9 +275,16 @@ def value_loss(
     """PPO critic: value_coef * token-mean of the clipped squared error, any shape, global token denominator."""
     mask = mask.bool()
     finite = mask & torch.isfinite(values.detach()) & torch.isfinite(returns) & torch.isfinite(old_values)
-    v, v_old, target = (torch.where(finite, upcast(x), torch.zeros((), dtype=upcast(x).dtype, device=x.device)) for x in (values, old_values.detach(), returns.detach()))
+    v, v_old, target = (
+        torch.where(finite, upcast(x), torch.zeros((), dtype=upcast(x).dtype, device=x.device))
+        for x in (values, old_values.detach(), returns.detach())
+    )
     per_token, clipped = losses.value_clip_loss(v, v_old, target, choices.value_clip)
-    loss = choices.value_coef * torch.where(finite, per_token, torch.zeros_like(per_token)).sum() / max(denominators.tokens, 1.0)
+    loss = (
+        choices.value_coef
+        * torch.where(finite, per_token, torch.zeros_like(per_token)).sum()
+        / max(denominators.tokens, 1.0)
+    )
     means = {
         "critic/clip_fraction": (clipped, finite),
         "critic/value_mean": (v, finite),

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from learner.choices import PURE_MASKS, SEQUENCE_LOSSES, SEQUENCE_RATIO_LOSSES, TOKEN_ADVANTAGES, TOKEN_CORRECTIONS, Choices
+from learner.choices import (
+    PURE_MASKS,
+    SEQUENCE_LOSSES,
+    SEQUENCE_RATIO_LOSSES,
+    TOKEN_ADVANTAGES,
+    TOKEN_CORRECTIONS,
+    Choices,
+)
 from learner.config import AlgorithmConfig
 from rollout.errors import ConfigError
 
@@ -216,7 +223,10 @@ def _contradictions(c: Choices, s: Setting) -> list[tuple[bool, str]]:
             c.kl_coef > 0 and c.kl_in == "reward" and c.kl_kind == "k3_ratio",
             "kl_kind 'k3_ratio' is a loss term (its ratio carries the gradient); use k1 with kl_in: reward",
         ),
-        (c.kl_target is not None and c.kl_coef == 0, "kl_target adapts kl_coef, which is 0; give it a start value such as 0.1"),
+        (
+            c.kl_target is not None and c.kl_coef == 0,
+            "kl_target adapts kl_coef, which is 0; give it a start value such as 0.1",
+        ),
         (
             c.loss == "cispo" and c.weight_min >= c.weight_max,
             f"weight_min {c.weight_min} must be below weight_max {c.weight_max} (both are absolute)",

@@ -15,13 +15,18 @@ def last_unmasked(seq: Segments) -> Tensor:
     """[T] bool: the last unmasked token of each answer (none for an empty one)."""
     position = torch.arange(len(seq.ids), device=seq.ids.device)
     inside = torch.where(seq.mask, position, torch.full_like(position, -1))
-    last = torch.full((seq.n,), -1, dtype=position.dtype, device=position.device).scatter_reduce(0, seq.ids, inside, "amax")
+    last = torch.full((seq.n,), -1, dtype=position.dtype, device=position.device).scatter_reduce(
+        0, seq.ids, inside, "amax"
+    )
     return seq.mask & (position == last[seq.ids])
 
 
 def token_rewards(score: Tensor, charge: Tensor, seq: Segments) -> Tensor:
     """rho_t = -charge_t + 1[t last] score (Stiennon et al. 2009.01325): charge [T] = beta * KL, score [n]."""
-    rho = torch.where(last_unmasked(seq), seq.spread(score), torch.zeros((), dtype=score.dtype, device=score.device)) - charge
+    rho = (
+        torch.where(last_unmasked(seq), seq.spread(score), torch.zeros((), dtype=score.dtype, device=score.device))
+        - charge
+    )
     return torch.where(seq.mask, rho, torch.zeros_like(rho))
 
 
@@ -45,7 +50,9 @@ def gae(
         next_a, next_v = torch.where(here, a, next_a), torch.where(here, v[:, t], next_v)
         advantage[:, t] = torch.where(here, a, torch.zeros_like(a))
     flat = _flat(advantage, seq)
-    return flat, torch.where(seq.mask, flat + torch.where(seq.mask, values, torch.zeros_like(values)), torch.zeros_like(flat))
+    return flat, torch.where(
+        seq.mask, flat + torch.where(seq.mask, values, torch.zeros_like(values)), torch.zeros_like(flat)
+    )
 
 
 def discounted(rewards: Tensor, seq: Segments, gamma: float) -> Tensor:
@@ -64,16 +71,15 @@ def moments(x: Tensor, mask: Tensor, ddof: int, reduce: Reduce = alone) -> tuple
     return mean, square / (total[1] - ddof).clamp(min=1)
 
 
-def whiten(x: Tensor, mask: Tensor, eps: float, ddof: int, reduce: Reduce = alone) -> Tensor:
-    """(x - mean) rsqrt(var + eps) over all unmasked tokens of the step, 0 elsewhere.
+def whiten(x: Tensor, mask: Tensor, eps: float, ddof: int, reduce: Reduce = alone, eps_in: str = "variance") -> Tensor:
+    """(x - mean) / sqrt(var + eps) over all unmasked entries of the step, 0 elsewhere; eps_in="std": / (sqrt(var) + eps).
 
-    One token alone, or all equal (max - min of what is centred below 1e-6): exactly 0, never a division by eps.
+    A lone entry and entries that are all equal up to rounding give exactly 0, never a division by eps.
     """
     mean, var = moments(x, mask, ddof, reduce)
-    centred = torch.where(mask, x - mean, torch.zeros_like(x))
-    # all-equal over all ranks: the population deviation is rounding noise
-    flat = var <= 1e-14
-    return torch.where(flat, torch.zeros_like(x), centred * torch.rsqrt(var + eps))
+    scale = torch.rsqrt(var + eps) if eps_in == "variance" else 1 / (var.sqrt() + eps)
+    noise = (1 + mean.abs()) * 1e-7
+    return torch.where(mask & (var > noise * noise), (x - mean) * scale, torch.zeros_like(x))
 
 
 def _padded(x: Tensor, seq: Segments) -> Tensor:

@@ -128,7 +128,9 @@ def token_weights(
         per_sequence = torch.ones_like(lengths)
     else:
         raise ValueError(f"unknown aggregation {kind!r}")
-    return torch.where(segments.mask, segments.spread(per_sequence), torch.zeros((), dtype=lengths.dtype, device=lengths.device))
+    return torch.where(
+        segments.mask, segments.spread(per_sequence), torch.zeros((), dtype=lengths.dtype, device=lengths.device)
+    )
 
 
 def aggregate(per_token: Tensor, weights: Tensor, mask: Tensor) -> Tensor:

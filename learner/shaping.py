@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 
-def soft_overlong(lengths: Tensor, limit: float, cache: float, factor: float = 1.0, floor: float | None = -1.0) -> Tensor:
+def soft_overlong(
+    lengths: Tensor, limit: float, cache: float, factor: float = 1.0, floor: float | None = -1.0
+) -> Tensor:
     """DAPO 2503.14476 eq. 13, ADDED to the reward: 0 up to limit - cache, then linear, -1 from limit on (x factor).
 
     floor None is verl's and AReaL's uncapped form; it differs only for answers longer than the limit.
