@@ -66,7 +66,7 @@ class Effects:
     On ranks other than 0 `publish` and `checkpoint` only take part in the collectives, and the rest does nothing.
     """
 
-    publish: Callable[[int], Metrics]  # make every engine serve this version; returns weights/* metrics
+    publish: Callable[[int, float | None], Metrics]  # version, gradient norm; every engine serves it on return
     evaluate: Callable[[int], Future[Metrics]]  # eval/* metrics of the version the engines serve
     checkpoint: Callable[[int], None]  # durable when it returns
     observe: Callable[[], Metrics]  # gauges of the other roles, for the metrics line
@@ -123,7 +123,7 @@ class LearningLoop:
         self._tell(lambda: self.queue.trained(step, version))
         self._settle()
         self._enter("publish")
-        metrics |= self.effects.publish(version)
+        metrics |= self.effects.publish(version, metrics.get("grad_norm"))
         self._tell(lambda: self.queue.release(version))
         published = time.monotonic()
         evaluation = self.effects.evaluate(version) if version in self.schedule.evaluate_at else None

@@ -6,28 +6,30 @@ from pathlib import Path
 
 import ray
 
+from actors.role import Seat, Task, take
 from rollout.config import QueueConfig
-from rollout.ledger import LedgerSettings
+from rollout.ledger_states import LedgerSettings
 
 
 @ray.remote(max_restarts=0)
 class QueueActor:
     """`start` recovers whatever the journal holds; from then on clients talk ZeroMQ, not Ray."""
 
-    def __init__(self, settings: LedgerSettings, config: QueueConfig, run_dir: str, bind: str) -> None:
-        self._settings, self._config, self._run_dir, self._bind = settings, config, Path(run_dir), bind
+    def __init__(self, task: Task, seat: Seat, settings: LedgerSettings, config: QueueConfig, bind: str) -> None:
+        self.task, self.settings, self.config, self.bind = task, settings, config, bind
+        take(seat, task)
 
     def start(self) -> str:
         """Returns the endpoint that was bound."""
         from rollout.queue_server import QueueServer
 
         self.server = QueueServer(
-            self._settings,
-            self._run_dir / "journal",
-            bind=self._bind,
-            durability=self._config.durability,
-            max_bytes=self._config.max_bytes,
-            events_path=self._run_dir / "events.jsonl",
+            self.settings,
+            Path(self.task.run_dir) / "journal",
+            bind=self.bind,
+            durability=self.config.durability,
+            max_bytes=self.config.max_bytes,
+            event=self.task.events().append,
         )
         self.server.start()
         return self.server.endpoint

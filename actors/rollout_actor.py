@@ -9,82 +9,47 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import ray
 
-from actors.config import ModelConfig, PromptsConfig
-from actors.pinning import pin
-from rollout.config import SamplingConfig, WeightsConfig
+from actors.evaluation import Answer
+from actors.role import Seat, Task, take
 from rollout.engine import CommitReport, Rendezvous, SamplingParams
+from rollout.errors import Drained
 from rollout.types import Float32, Prompt
 from rollout.versions import WeightManifest
+from rollout.vllm_engine import VllmSettings
 
-
-@dataclass(frozen=True, slots=True)
-class RolloutSpec:
-    """Everything one rollout actor is told. `cores` are the logical cores it may use, () for all."""
-
-    name: str
-    model: ModelConfig
-    context: int
-    prompts: PromptsConfig
-    sampling: SamplingConfig
-    weights: WeightsConfig
-    groups_in_flight: int
-    seed: int
-    queue_endpoint: str
-    cores: tuple[int, ...] = ()
-    device: str = "cpu"
-    kv_cache_mb: int | None = None
-    tensor_parallel: int = 1
-
-    @property
-    def params(self) -> SamplingParams:
-        s = self.sampling
-        return SamplingParams(s.max_tokens, s.temperature, s.top_p, s.top_k, s.stop)
+LEASE_WAIT_S = 2.0
 
 
 @ray.remote(max_restarts=0)
 class RolloutActor:
     """All methods run on one event loop, beside each other."""
 
-    def __init__(self, spec: RolloutSpec) -> None:
-        self.spec = spec
-        pin(spec.cores)
+    def __init__(self, task: Task, seat: Seat, settings: VllmSettings, groups_in_flight: int) -> None:
+        self.task, self.seat, self.settings, self.groups_in_flight = task, seat, settings, groups_in_flight
+        take(seat, task)
 
     async def start(self) -> None:
-        """Load the model and warm it up; seconds to a minute."""
-        from actors.prompts import PromptSource
+        """Load the model; seconds to a minute."""
         from rollout.queue_client import AsyncQueueClient
         from rollout.service import RolloutService
         from rollout.vllm_engine import VllmEngine
 
-        spec = self.spec
-        self.engine = VllmEngine(
-            spec.model.path,
-            dtype=spec.model.dtype,
-            max_model_len=spec.context,
-            device=spec.device,
-            threads=max(1, len(spec.cores)),
-            seed=spec.seed,
-            weights=spec.weights,
-            kv_cache_mb=spec.kv_cache_mb,
-            tensor_parallel=spec.tensor_parallel,
-            max_sequences=spec.groups_in_flight * spec.sampling.group_size,
-        )
+        self.engine = VllmEngine(self.settings, self.task.events().append)
         await self.engine.start()
-        self.prompts = PromptSource.open(spec.prompts, spec.model, spec.seed)
-        self.service = RolloutService(self.engine, spec.params, spec.sampling.group_size, spec.groups_in_flight)
-        self.queue = AsyncQueueClient(spec.queue_endpoint, spec.name)
+        self.prompts = self.task.prompt_source()
+        s = self.task.sampling
+        self.params = SamplingParams(s.max_tokens, s.temperature, s.top_p, s.top_k, s.stop)
+        self.service = RolloutService(self.engine, self.params, s.group_size, self.groups_in_flight)
+        self.queue = AsyncQueueClient(self.task.queue, self.seat.name)
 
     async def run(self) -> str:
-        """Generate until the queue says that the run is draining. Returns the reason."""
-        from rollout.queue_client import Drained
-
+        """Generate until the queue says that the run is draining; returns what it said."""
         try:
             await self.service.run(
-                lease=lambda n: self.queue.lease(n, wait_s=2.0),
+                lease=lambda n: self.queue.lease(n, LEASE_WAIT_S),
                 prompt_for=self.prompts.prompt_for,
                 submit=lambda group: self.queue.submit([group]),
                 give_back=lambda ordinal, reason: self.queue.give_back([ordinal], reason),
@@ -93,10 +58,10 @@ class RolloutActor:
             return str(end)
         raise AssertionError("the rollout loop ended without a reason")
 
-    async def answer(self, prompts: Sequence[Prompt], max_tokens: int) -> list[tuple[str, list[int], list[int]]]:
-        """Greedy answers: (text, tokens, versions that made them) for each prompt."""
-        greedy = SamplingParams(max_tokens, temperature=0.0, stop=self.spec.params.stop)
-        asked = [self.engine.generate(f"eval.{p.ordinal}", p.token_ids, greedy, 1) for p in prompts]
+    async def answer(self, prompts: Sequence[Prompt]) -> list[Answer]:
+        """Greedy answers to held-out prompts."""
+        greedy = SamplingParams(self.params.max_tokens, temperature=0.0, stop=self.params.stop)
+        asked = [self.engine.generate(f"eval{p.ordinal}", p.token_ids, greedy, 1) for p in prompts]
         answers = [completions[0] for completions in await asyncio.gather(*asked)]
         return [(a.text, a.token_ids.tolist(), sorted({s.version for s in a.versions})) for a in answers]
 
@@ -106,8 +71,8 @@ class RolloutActor:
     async def stage(self, manifest: WeightManifest) -> float:
         return await self.engine.stage_weights(manifest)
 
-    async def commit(self, version: int) -> CommitReport:
-        return await self.engine.commit_weights(version)
+    async def commit(self, version: int, digest: str) -> CommitReport:
+        return await self.engine.commit_weights(version, digest)
 
     async def discard(self) -> None:
         await self.engine.discard_weights()
@@ -120,5 +85,4 @@ class RolloutActor:
 
     async def close(self) -> None:
         """Stop the engine and its processes."""
-        self.queue.close()
         await self.engine.close()

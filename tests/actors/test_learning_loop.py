@@ -54,7 +54,7 @@ class World:
         return {"loss/total": 0.5}
 
     def effects(self) -> Effects:
-        def publish(version):
+        def publish(version, grad_norm):
             assert all(done.done() for done in self.evaluations.values()), "published while an evaluation was running"
             self.calls.append(f"publish {version}")
             return {"weights/stall_s": 0.1}
@@ -126,7 +126,7 @@ def test_a_failing_publish_stops_the_loop_and_frees_no_slot(tmp_path: Path) -> N
     world = World(tmp_path)
     loop = world.loop(steps=2, evaluate_at=set(), checkpoint_every=0)
 
-    def broken(version):
+    def broken(version, grad_norm):
         raise ConnectionError("engine rollout-0 is gone")
 
     loop.effects.publish = broken

@@ -1,0 +1,295 @@
+"""The learner actor: one DeepSpeed rank. A thin shell around LearnerEngine, WeightSync and LearningLoop.
+
+    meet      rank 0 opens the store where the ranks find each other
+    start     load the model, or the newest whole checkpoint when resuming
+    connect   rank 0 forms the weight group and makes every engine serve the learner's version
+    run       the learning loop, to the end
+    export    the final weights as a Hugging Face directory
+
+All of these run on ONE thread (`_work`): torch keeps its gradient mode and its OpenMP team per thread. `gauges`
+answers beside them. Engines are reached through Ray handles, wrapped into the port that `weight_sync` knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from actors.evaluation import evaluate
+from actors.learning_loop import Effects, LearningLoop, Metrics, Schedule
+from actors.role import Seat, Task, take
+from actors.weight_sync import CanaryPlan, ThreadedSender, WeightSync
+from learner.config import AlgorithmConfig, LearnerConfig
+from learner.presets import Setting, resolve
+from rollout.canary import CanaryText
+from rollout.config import WeightsConfig
+from rollout.engine import CommitReport, Rendezvous
+from rollout.errors import ConfigError
+from rollout.event_log import JsonLines
+from rollout.types import Float32, Prompt
+from rollout.versions import WeightManifest
+
+CANARIES = 4
+MEETING_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerSpec:
+    """What a learner rank is told beside its task and its seat."""
+
+    rank: int
+    world: int
+    algorithm: AlgorithmConfig
+    setting: Setting
+    learner: LearnerConfig
+    weights: WeightsConfig
+    schedule: Schedule
+    keep_last: int
+
+
+class RemoteEngine:
+    """A rollout actor as the `EnginePort` of weight_sync: each call is one Ray call."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    async def join(self, rendezvous: Rendezvous) -> None:
+        await self._actor.join.remote(rendezvous)
+
+    async def stage_weights(self, manifest: WeightManifest) -> float:
+        return await self._actor.stage.remote(manifest)
+
+    async def commit_weights(self, version: int, digest: str = "") -> CommitReport:
+        return await self._actor.commit.remote(version, digest)
+
+    async def discard_weights(self) -> None:
+        await self._actor.discard.remote()
+
+    async def score(self, prompt_ids: Sequence[int], token_ids: Sequence[int], temperature: float) -> Float32:
+        return await self._actor.score.remote(prompt_ids, token_ids, temperature)
+
+
+@ray.remote(max_restarts=0, max_concurrency=4)
+class LearnerActor:
+    """See the map above."""
+
+    def __init__(self, task: Task, seat: Seat, spec: LearnerSpec) -> None:
+        self.task, self.seat, self.spec = task, seat, spec
+        self.run_dir = Path(task.run_dir)
+        self._work = ThreadPoolExecutor(1, thread_name_prefix="learn")
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="evaluate")
+        self._loop: LearningLoop | None = None
+        self._sync: WeightSync | None = None
+        self._last_tokens, self._last_waiting, self._last_seen = 0.0, 0.0, time.monotonic()
+        take(seat, task)
+
+    # ---- start ---------------------------------------------------------------------------------------------------
+
+    def meet(self, world: int) -> tuple[str, int]:
+        """Rank 0 hosts the ranks' store on a port that the system picks."""
+        import torch.distributed as dist
+
+        host = ray.util.get_node_ip_address()
+        if world == 1:
+            return host, 0
+        self._store = dist.TCPStore(host, 0, world, True, timedelta(seconds=MEETING_S), wait_for_workers=False)
+        return host, int(self._store.port)
+
+    def start(self, meeting: tuple[str, int], resume: bool) -> int:
+        return self._work.submit(self._start, meeting, resume).result()
+
+    def _start(self, meeting: tuple[str, int], resume: bool) -> int:
+        from learner import checkpoint
+        from learner.engine import LearnerEngine
+        from rollout.queue_client import QueueClient
+
+        spec = self.spec
+        self._enter_world(meeting)
+        self.engine = LearnerEngine(
+            self.task.model.path,
+            resolve(spec.algorithm, spec.setting),
+            spec.algorithm,
+            spec.learner,
+            self.seat.device,
+            self.task.seed,
+            temperature=self.task.sampling.temperature,
+            serving_dtype=self.task.model.dtype,
+            total_steps=spec.schedule.steps,
+        )
+        self.queue = QueueClient(self.task.queue, self.seat.name)
+        self.prompts = self.task.prompt_source()
+        self.event = self.task.events().append
+        if resume:
+            path, passed_over = checkpoint.latest(self.run_dir / "checkpoints")
+            for reason in passed_over:
+                self.event("checkpoint_passed_over", reason=reason)
+            if path is not None:
+                self.engine.load_checkpoint(path)
+            if spec.rank == 0:
+                self.queue.restarted(self.engine.version)
+        return self.engine.version
+
+    def _enter_world(self, meeting: tuple[str, int]) -> None:
+        import torch.distributed as dist
+
+        spec, (host, port) = self.spec, meeting
+        if spec.world == 1:
+            return
+        if spec.rank:
+            self._store = dist.TCPStore(host, port, spec.world, False, timedelta(seconds=MEETING_S))
+        backend = "nccl" if self.seat.device == "cuda" else "gloo"
+        patience = timedelta(seconds=MEETING_S)
+        dist.init_process_group(backend, store=self._store, rank=spec.rank, world_size=spec.world, timeout=patience)
+
+    def connect(self, engines: Mapping[str, Any], rewards: Sequence[Any]) -> Metrics:
+        """Every engine serves the learner's present version, proven, when this returns."""
+        self._engines, self._rewards = dict(engines), list(rewards)
+        return self._work.submit(self._connect).result()
+
+    def _connect(self) -> Metrics:
+        from learner.weight_sender import WeightSender
+
+        if self.spec.rank:
+            self._follow()
+            return {}
+        w = self.spec.weights
+        self.sender = WeightSender(self._source, bucket_bytes=w.bucket_mb << 20, timeout_s=w.timeout_s)
+        canary = CanaryPlan(self._canary_texts(), self._score_canaries, w.canary_every, w.canary_tolerance)
+        self._sync = WeightSync(ThreadedSender(self.sender), self.event, w.timeout_s, canary=canary)
+        for name, actor in self._engines.items():
+            self._sync.admit(name, RemoteEngine(actor))
+        return self._publish(self.engine.version)
+
+    # ---- weights -------------------------------------------------------------------------------------------------
+
+    def _source(self) -> Iterator[tuple[str, Any]]:
+        """The weights, walked by all ranks in step: under ZeRO-3 each tensor is gathered from all of them."""
+        self._signal(1)
+        yield from self.engine.state_tensors()
+
+    def _follow(self) -> None:
+        """What other ranks do while rank 0 publishes: walk along as often as it walks."""
+        while self._signal(0):
+            for _ in self.engine.state_tensors():
+                pass
+
+    def _signal(self, value: int) -> int:
+        """Rank 0 says 1 (walk with me) or 0 (done); the others hear it."""
+        import torch
+        import torch.distributed as dist
+
+        if self.spec.world == 1:
+            return value
+        word = torch.tensor([value], device=self.engine.device)
+        dist.broadcast(word, 0)
+        return int(word)
+
+    def _publish(self, version: int, grad_norm: float | None = None) -> Metrics:
+        if self._sync is None:
+            self._follow()
+            return {}
+        try:
+            report = asyncio.run(self._sync.push(version, grad_norm))
+        finally:
+            self._signal(0)
+        return report.metrics()
+
+    def _canary_texts(self) -> tuple[CanaryText, ...]:
+        """The first prompts of the run, their second halves scored after their first."""
+        prompts = [self.prompts.prompt_for(i).token_ids.tolist() for i in range(CANARIES)]
+        halves = [(ids[: (len(ids) + 1) // 2], ids[(len(ids) + 1) // 2 :]) for ids in prompts]
+        return tuple(CanaryText(tuple(a), tuple(b)) for a, b in halves if b)
+
+    async def _score_canaries(self) -> list[Float32]:
+        return [self.engine.score(t.prompt_ids, t.token_ids, 1.0) for t in self._canary_texts()]
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """The learning loop; returns the version reached."""
+        spec = self.spec
+        effects = Effects(self._publish, self._evaluate, self._checkpoint, self._observe)
+        self._loop = LearningLoop(
+            self.queue,
+            self.engine,
+            spec.schedule,
+            effects,
+            trained=JsonLines(self.run_dir / "trained.jsonl"),
+            metrics=JsonLines(self.run_dir / "metrics.jsonl"),
+            rank=spec.rank,
+            world=spec.world,
+        )
+        return self._work.submit(self._loop.run).result()
+
+    def _evaluate(self, version: int) -> Future[Metrics]:
+        if self.spec.rank:
+            nothing: Future[Metrics] = Future()
+            nothing.set_result({})
+            return nothing
+        return self._beside.submit(self._evaluate_now, version)
+
+    def _evaluate_now(self, version: int) -> Metrics:
+        metrics, event = evaluate(self.prompts.held_out(), version, self._answer, self._judge)
+        self.event("evaluation", **event)
+        return metrics
+
+    def _answer(self, prompts: Sequence[Prompt]) -> list[Any]:
+        names = self._sync.engines if self._sync else ()
+        if not names:
+            raise ConfigError("no engine is left to evaluate on")
+        shares = [prompts[i :: len(names)] for i in range(len(names))]
+        parts = ray.get([self._engines[n].answer.remote(share) for n, share in zip(names, shares, strict=True)])
+        return [parts[i % len(names)][i // len(names)] for i in range(len(prompts))]
+
+    def _judge(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Any]:
+        return ray.get(self._rewards[0].judge.remote(list(prompts), list(texts)))
+
+    def _checkpoint(self, version: int) -> None:
+        from learner import checkpoint
+
+        root = self.run_dir / "checkpoints"
+        self.engine.save_checkpoint(checkpoint.path_of(root, version))
+        if self.spec.rank == 0:
+            checkpoint.prune(root, self.spec.keep_last)
+            self.event("checkpoint", version=version)
+
+    def _observe(self) -> Metrics:
+        """Rollout throughput and idleness since the last step, and the books of the queue."""
+        if self.spec.rank:
+            return {}
+        gauges = ray.get([actor.gauges.remote() for actor in self._engines.values()], timeout=30)
+        tokens, waiting = (sum(g[key] for g in gauges) for key in ("tokens_generated", "waiting_s"))
+        now = time.monotonic()
+        span = max(now - self._last_seen, 1e-9)
+        found = {
+            "throughput/rollout_tokens_per_s": (tokens - self._last_tokens) / span,
+            "idle/rollout": min(1.0, (waiting - self._last_waiting) / span / len(gauges)),
+        }
+        self._last_tokens, self._last_waiting, self._last_seen = tokens, waiting, now
+        stats = self.queue.stats()
+        return found | {"groups/dropped": float(sum(stats["dropped"].values()))}
+
+    # ---- end -----------------------------------------------------------------------------------------------------
+
+    def drain(self, reason: str) -> None:
+        """No new ordinal from here on; what is not trained ends as dropped with this reason."""
+        if self.spec.rank == 0:
+            self._work.submit(self.queue.drain, reason).result()
+
+    def export(self, out: str) -> None:
+        self._work.submit(self.engine.export_hf, out).result()
+
+    def gauges(self) -> dict[str, Any]:
+        return self._loop.gauges() if self._loop else {"phase": "starting"}
+
+    def close(self) -> None:
+        self._beside.shutdown(wait=False, cancel_futures=True)
+        self._work.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,67 @@
+"""Everything that can be known to be wrong before anything heavy starts. Each check raises ConfigError: one line, exit 2.
+
+    model directory -> algorithm's choices -> prompts (every row fits) -> rewards (importable) -> ports
+
+Ordered from cheap to dear; a tokenizer is the heaviest thing that is loaded here.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from actors.models import check_model_dir
+from actors.role import Task
+from launch.config import RunConfig
+from launch.ledger_settings import ledger_settings
+from rollout.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What the checks found: Ready(context=256, training_rows=936, held_out=64)."""
+
+    context: int
+    training_rows: int
+    held_out: int
+
+
+def preflight(config: RunConfig) -> Ready:
+    """Check the whole run. Raises ConfigError."""
+    facts = check_model_dir(config.model.path)
+    context = min(config.model.max_context or facts.context, facts.context)
+    if config.model.max_context and config.model.max_context > facts.context:
+        raise ConfigError(
+            f"model.max_context: {config.model.max_context} is more than the {facts.context} tokens that "
+            f"{config.model.path} was made for; lower it"
+        )
+    if context <= config.sampling.max_tokens:
+        raise ConfigError(
+            f"sampling.max_tokens: {config.sampling.max_tokens} leaves no room for a prompt in a context of {context}; "
+            "lower it"
+        )
+    ledger_settings(config)
+    _check_port("observe.prometheus_port", config.observe.prometheus_port)
+    task = Task("", config.run.seed, config.model, config.prompts, config.sampling, context)
+    report = task.prompt_source().check()
+    if config.evaluate.every and not report.held_out:
+        raise ConfigError("prompts.held_out: 0 leaves nothing to evaluate on; set it, or evaluate.every to 0")
+    _check_rewards(config)
+    return Ready(context, report.training_rows, report.held_out)
+
+
+def _check_port(path: str, port: int | None) -> None:
+    if not port:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ConfigError(f"{path}: {port} cannot be bound ({error.strerror}); choose another, or 0") from None
+
+
+def _check_rewards(config: RunConfig) -> None:
+    from actors.rewards import check
+
+    check(config.rewards)
