@@ -23,19 +23,15 @@ DataRow = dict[str, str]
 
 
 def sort3() -> Iterator[DataRow]:
-    """1000 rows, every ordered triple of digits once, so that rows and questions are the same thing.
+    """720 rows: every order of every three different digits, once, so that rows and questions are the same thing.
 
-    {"prompt": "sorted([5, 0, 8]) = [0, 5, 8]\\nsorted([3, 1, 2]) =", "answer": "[1, 2, 3]"}
+    {"prompt": "sorted([5, 8, 0]) = [0, 5, 8]\\nsorted([3, 1, 2]) =", "answer": "[1, 2, 3]"}
     """
-    for asked in itertools.product(range(10), repeat=3):
-        chance = random.Random(f"sort3/{asked}")
-        example = list(asked)
-        while sorted(example) == sorted(asked):
-            example = [chance.randrange(10) for _ in range(3)]
-        yield {
-            "prompt": f"sorted({example}) = {sorted(example)}\nsorted({list(asked)}) =",
-            "answer": str(sorted(asked)),
-        }
+    triples = [list(triple) for triple in itertools.permutations(range(10), 3)]
+    for asked in triples:
+        shows_something = [t for t in triples if t != sorted(t) and sorted(t) != sorted(asked)]
+        example = random.Random(f"sort3/{asked}").choice(shows_something)
+        yield {"prompt": f"sorted({example}) = {sorted(example)}\nsorted({asked}) =", "answer": str(sorted(asked))}
 
 
 def letters() -> Iterator[DataRow]:
