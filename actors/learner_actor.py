@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,7 +33,7 @@ from rollout.canary import CanaryText
 from rollout.config import WeightsConfig
 from rollout.engine import CommitReport, Rendezvous
 from rollout.errors import ConfigError
-from rollout.event_log import JsonLines
+from rollout.event_log import JsonLines, MetricsLog
 from rollout.types import Float32, Prompt
 from rollout.versions import WeightManifest
 
@@ -134,8 +134,14 @@ class LearnerActor:
             if path is not None:
                 self.engine.load_checkpoint(path)
             if spec.rank == 0:
-                self.queue.restarted(self.engine.version)
+                self._forget_after(self.engine.version)
         return self.engine.version
+
+    def _forget_after(self, version: int) -> None:
+        """Steps after the checkpoint are made again, from the same groups in the same order."""
+        self.queue.restarted(version)
+        MetricsLog(self.run_dir / "metrics.jsonl").rewind(version + 1)
+        JsonLines(self.run_dir / "trained.jsonl").append({"resumed_from": version})
 
     def _enter_world(self, meeting: tuple[str, int]) -> None:
         import torch.distributed as dist

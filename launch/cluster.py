@@ -71,6 +71,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self._ray: Any = None
+        self.version = 0  # of the weights that the run starts from
         self._sockets = ""
         self.task = Task(
             run_dir=str(self.directory.path.resolve()),
@@ -119,7 +120,7 @@ class Cluster:
         meeting = self._wait(ranks[0].handle.meet.remote(len(ranks)), "learner-0 to open a meeting point")
         starts = [(r, r.handle.start.remote()) for role in ("rollout", "reward") for r in self.of(role)]
         starts += [(r, r.handle.start.remote(meeting, self.resume)) for r in ranks]
-        self._all_of(starts, "start")
+        *_, self.version = self._all_of(starts, "start")
         self.say("forming the weight group; every engine takes the learner's weights before it serves")
         engines = {r.name: r.handle for r in self.of("rollout")}
         rewards = [r.handle for r in self.of("reward")]

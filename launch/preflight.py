@@ -1,4 +1,4 @@
-"""Everything that can be known to be wrong before anything heavy starts. Each check raises ConfigError: one line, exit 2.
+"""What can be known to be wrong before anything heavy starts. Each check raises ConfigError: one line, exit code 2.
 
     model directory -> algorithm's choices -> prompts (every row fits) -> rewards (importable) -> ports
 

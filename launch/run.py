@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,53 +21,60 @@ from launch.cluster import Cluster, RoleDied
 from launch.config import RunConfig
 from launch.inventory import local_inventory
 from launch.live import LiveView
+from launch.observers import Observers
 from launch.plan import make_plan
 from launch.preflight import preflight
 from launch.run_dir import RunDirectory
-from rollout.audit import AuditReport, audit
+from launch.topology import Placement
 from rollout.errors import ConfigError, HeadraceError
-from rollout.event_log import EventLog, Row
+from rollout.event_log import EventLog, MetricsLog, Row
 
 LOOK_EVERY_S = 1.0
 DRAIN_S = 60.0
 
 
 def run(config: RunConfig, run_dir: Path, resume: bool = False) -> int:
-    """Train to the end; returns the exit code (0 done, 1 a role died or the books do not balance, 130 Ctrl-C)."""
+    """Train to the end; returns the exit code: 0 done, 1 a role died or the books do not balance, 130 Ctrl-C.
+
+    Raises ConfigError before anything heavy starts when the run cannot work.
+    """
     plan = make_plan(config, local_inventory())
     ready = preflight(config)
     directory = _open(config, run_dir, resume)
-    view = LiveView(config, directory)
+    view = LiveView(config, directory.path)
     events = EventLog(directory.events_path)
-    cluster = Cluster(config, plan.placements, directory, ready.context, resume, view.setup)
-    watch = Watch(cluster, directory, view)
     try:
-        with cluster:
-            events.append("run_starting", resume=resume, placements=[_seat(p) for p in plan.placements])
+        with ExitStack() as stack:
+            observers = stack.enter_context(Observers(config.observe, directory))
+            stack.enter_context(view)
+            cluster = Cluster(config, plan.placements, directory, ready.context, resume, view.setup)
+            watch = Watch(cluster, directory, view, observers)
+            if resume:
+                view.resume(directory.metrics())
+                watch.skip_what_is_there()
+            stack.enter_context(cluster)
+            events.append("run_starting", resumed=resume, placements=[_seat(p) for p in plan.placements])
             cluster.start()
-            events.append("run_started", resumed=resume)
+            events.append("run_started", version=cluster.version, resumed_from=cluster.version if resume else None)
             cluster.begin()
             watch.until_trained()
-            outcome = _finish(cluster, directory, view)
-        watch.look()
+            _drain_and_export(cluster, directory, view)
+            watch.look()
+        outcome = _audit(directory)
     except KeyboardInterrupt:
-        events.append("run_finished", outcome="interrupted")
-        view.stop(
-            f"interrupted; continue with: headrace run {directory.config_path} --run-dir {directory.path} --resume"
-        )
-        return 130
+        outcome = {"outcome": "stopped", "reason": "Ctrl-C"}
     except HeadraceError as error:
-        events.append("run_finished", outcome="failed", reason=str(error))
-        view.stop(f"{error}\ncontinue with: headrace run {directory.config_path} --run-dir {directory.path} --resume")
-        return 1
-    events.append("run_finished", outcome="balanced" if outcome.balanced else "unbalanced")
-    _report(directory, view, outcome)
-    return 0 if outcome.balanced else 1
+        outcome = {"outcome": "failed", "reason": str(error)}
+    events.append("run_finished", **outcome)
+    _report(directory)
+    view.finish(outcome)
+    return {"finished": 0, "stopped": 130}.get(str(outcome["outcome"]), 1)
 
 
 def _open(config: RunConfig, run_dir: Path, resume: bool) -> RunDirectory:
+    """A fresh run directory, or an old one cut back to what its checkpoint contains."""
     directory = RunDirectory(run_dir)
-    used = (run_dir / "journal").is_dir() and any((run_dir / "journal").iterdir())
+    used = directory.journal.is_dir() and any(directory.journal.iterdir())
     if used and not resume:
         raise ConfigError(f"--run-dir: {run_dir} holds a run already; add --resume to continue it, or name another")
     if resume and not used:
@@ -76,7 +84,7 @@ def _open(config: RunConfig, run_dir: Path, resume: bool) -> RunDirectory:
     return directory
 
 
-def _seat(placement: Any) -> dict[str, Any]:
+def _seat(placement: Placement) -> dict[str, Any]:
     return {"role": placement.name, "cores": list(placement.cores), "gpus": list(placement.gpus)}
 
 
@@ -87,6 +95,7 @@ class Watch:
     cluster: Cluster
     directory: RunDirectory
     view: LiveView
+    observers: Observers
     _offsets: dict[Path, int] = field(default_factory=dict)
 
     def until_trained(self) -> None:
@@ -96,15 +105,21 @@ class Watch:
         self.look()
 
     def look(self) -> None:
-        if self.cluster.roles:
-            gauges = self.cluster.gauges()
-            queue = gauges.pop("queue", {})
-            self.directory.write_gauges({"time_s": time.time(), "roles": gauges, "queue": queue})
-            self.view.gauges({"roles": gauges, "queue": queue})
+        gauges = self.cluster.gauges()
+        now = {"time_s": time.time(), "queue": gauges.pop("queue", {}), "roles": gauges}
+        self.directory.write_gauges(now)
+        self.view.gauges(now)
+        self.observers.gauges(now)
         for row in self._new_lines(self.directory.events_path):
             self.view.event(row)
         for row in self._new_lines(self.directory.metrics_path):
             self.view.step(row)
+            self.observers.metrics(row)
+
+    def skip_what_is_there(self) -> None:
+        """A resumed run shows only what is new."""
+        for path in (self.directory.events_path, self.directory.metrics_path):
+            self._offsets[path] = path.stat().st_size if path.exists() else 0
 
     def _new_lines(self, path: Path) -> list[Row]:
         """Whole lines that were appended since the last look."""
@@ -118,8 +133,8 @@ class Watch:
         return [json.loads(line) for line in data[:whole].splitlines() if line.strip()]
 
 
-def _finish(cluster: Cluster, directory: RunDirectory, view: LiveView) -> AuditReport:
-    """Everything after the last step. The engines are alive until the weights they serve have been exported."""
+def _drain_and_export(cluster: Cluster, directory: RunDirectory, view: LiveView) -> None:
+    """Everything after the last step; loops end by themselves once the queue drains."""
     view.setup("draining the queue")
     cluster.call("learner", "drain", "run_ended")
     late = cluster.await_loops(("rollout", "reward"), DRAIN_S)
@@ -127,13 +142,18 @@ def _finish(cluster: Cluster, directory: RunDirectory, view: LiveView) -> AuditR
         raise RoleDied(f"{', '.join(late)} did not end within {DRAIN_S:.0f} s of draining; see logs/")
     view.setup("exporting the final weights")
     cluster.call("learner", "export", str(directory.path / "model"))
-    cluster.call("queue", "close")
-    return audit(directory.journal, directory.trained_path)
 
 
-def _report(directory: RunDirectory, view: LiveView, outcome: AuditReport) -> None:
+def _audit(directory: RunDirectory) -> dict[str, Any]:
+    """The books, by an auditor that shares no code with the ledger."""
+    from rollout.audit import audit
+
+    found = audit(directory.journal, directory.trained_path)
+    (directory.path / "audit.json").write_text(json.dumps(found.to_dict(), indent=1))
+    return {"outcome": "finished" if found.balanced else "unbalanced", **found.to_dict()}
+
+
+def _report(directory: RunDirectory) -> None:
     from launch.report import write
 
-    (directory.path / "audit.json").write_text(json.dumps(outcome.to_dict(), indent=1))
     write(directory.path)
-    view.finish(outcome.to_dict())
