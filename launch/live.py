@@ -31,7 +31,7 @@ from launch.config import RunConfig
 from launch.outcome import final_rows, next_steps
 from launch.progress import Progress, decimals, described, duration, per_second, percent, spark
 
-WORTH_A_LINE = {"role_died", "role_restarted", "weights_refused", "alarm", "checkpoint", "resumed", "stopping", "error"}
+WORTH_A_LINE = {"role_died", "role_restarted", "weights_refused", "alarm", "stopping", "error"}
 
 
 class LiveView:
@@ -83,8 +83,15 @@ class LiveView:
         """A line of events.jsonl."""
         with self._lock:
             self.progress.event(event)
-        if event.get("event") in WORTH_A_LINE:
-            self._say(f"! {described(event)}" if event["event"] != "checkpoint" else f"  {described(event)}")
+        kind = event.get("event")
+        if kind == "evaluation":
+            self._say(
+                f"  {event.get('name')} score {decimals(event.get('score'), 3)} at version {event.get('version')}"
+            )
+        elif kind == "checkpoint":
+            self._say(f"  checkpoint of version {event.get('version')}")
+        elif kind in WORTH_A_LINE:
+            self._say(f"! {described(event)}")
         self._redraw()
 
     def evaluation(self, step: int, name: str, score: float) -> None:

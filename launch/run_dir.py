@@ -14,6 +14,7 @@ Logs are written and read by `rollout.event_log`: whole lines, torn ones skipped
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,7 +45,12 @@ class RunDirectory:
                 break
             except FileExistsError:
                 number += 1
-        return cls(parent / f"{name}-{number:03d}").prepared()
+        return cls(parent / f"{name}-{number:03d}")
+
+    def forget_if_empty(self) -> None:
+        """Take back a directory that was made for a run which was refused before it began."""
+        with contextlib.suppress(OSError):
+            self.path.rmdir()
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
