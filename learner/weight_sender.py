@@ -126,6 +126,7 @@ class WeightSender:
         return Sent(proven, root_digest(proven), manifest.nbytes, time.monotonic() - started, digest_s)
 
     def _stream(self, group: GlooGroup, manifest: WeightManifest) -> tuple[list[str], float]:
+        group.start_clock()
         head = prologue(group.rendezvous.epoch, manifest, self.bucket_bytes)
         group.wait(group.broadcast(head))
         pipe = _Pipe(group, self.bucket_bytes)

@@ -101,7 +101,9 @@ class Engine(Protocol):
         """Receive and verify one version while decoding goes on; returns seconds. Raises WeightError, DeadlineError."""
         ...
 
-    async def commit_weights(self, version: int) -> CommitReport: ...
+    async def commit_weights(self, version: int, digest: str = "") -> CommitReport:
+        """Serve what is staged. With `digest`, refuse (WeightError, before the pause) any other content than that."""
+        ...
 
     async def discard_weights(self) -> None:
         """Forget what was staged (the sender died, or the digests disagree). Idempotent."""

@@ -311,7 +311,11 @@ class VllmEngine:
         """One RPC to every worker; the first failure speaks for all, and they must agree on what they hold."""
         if self._llm is None:
             raise EngineError("the engine is not running; start it first")
-        answers = await self._llm.collective_rpc("headrace_weights", args=(what, dict(args)))
+        try:
+            async with asyncio.timeout(self.settings.timeout_s):
+                answers = await self._llm.collective_rpc("headrace_weights", args=(what, dict(args)))
+        except TimeoutError as error:
+            raise EngineError(f"vLLM's engine process did not answer {what!r}; restart the engine") from error
         receipts = [Receipt(**{k: a[k] for k in a if k not in ("load_s", "mended")}) for a in answers]
         failed = [r for r in receipts if r.state == "failed"]
         behind = [r for r in receipts if r.state != receipts[0].state]

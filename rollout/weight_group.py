@@ -78,9 +78,12 @@ class GlooGroup:
         self.rendezvous = rdv
         self._group: dist.ProcessGroupGloo | None = group
         self._store = store  # the group needs it alive
-        self._options = dist.BroadcastOptions()
-        self._options.rootRank = 0
-        self._options.timeout = timedelta(seconds=rdv.timeout_s)
+        self._deadline = 0.0
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """From now on, everything until the next `start_clock` must be done within `rendezvous.timeout_s`."""
+        self._deadline = time.monotonic() + self.rendezvous.timeout_s
 
     @classmethod
     def enter(
@@ -107,7 +110,10 @@ class GlooGroup:
         """Start sending (rank 0) or receiving (others) `buffer`; hand the work to `wait` before touching it."""
         if self._group is None:
             raise WeightError(f"weight group epoch {self.rendezvous.epoch} is closed; enter the next epoch")
-        return self._group.broadcast([buffer], self._options)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.timeout = timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))
+        return self._group.broadcast([buffer], options)
 
     def wait(self, work: dist.Work) -> None:
         """Block until the buffer is ours again (sent or received)."""

@@ -83,6 +83,7 @@ def receive(group: GlooGroup, manifest: WeightManifest, spool: Spool, bucket_byt
     place = spool.free()
     data = place.bytes(manifest.nbytes)
     head = torch.empty(PROLOGUE_WORDS, dtype=torch.int64)
+    group.start_clock()
     group.wait(group.broadcast(head))
     check_prologue(head, prologue(group.rendezvous.epoch, manifest, bucket_bytes))
     trail = DigestTrail(manifest)

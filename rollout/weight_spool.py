@@ -28,7 +28,7 @@ class Place:
     """One mapped scratch file that grows to the largest version it has held."""
 
     def __init__(self, directory: Path | str | None) -> None:
-        self._file = tempfile.TemporaryFile(prefix="headrace-weights-", dir=directory)
+        self._file = tempfile.TemporaryFile(prefix="headrace-weights-", dir=directory)  # noqa: SIM115 - lives as we do
         self._map: mmap.mmap | None = None
 
     def bytes(self, nbytes: int) -> torch.Tensor:
