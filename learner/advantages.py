@@ -7,8 +7,8 @@ Legend
     n, mean, std    of the scored answers of a group
 
 Outcomes at the edges, the same for every estimator (definitions.md, head): a group of one scored answer, an all-equal
-group (max - min <= 1e-6) and an unscored answer get A = 0 EXACTLY and are counted. Never rely on eps for that: in float32
-the mean of seven times 0.1 is off by one unit in the last place, and dividing that by a std of the same size gives 0.8.
+group (max - min <= 1e-6) and an unscored answer get A = 0 EXACTLY and are counted. Never rely on eps for that: in
+float32 the mean of seven times 0.1 is off by one unit in the last place; divided by a std of that size it gives 0.8.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Groups:
         return (self.size(x.dtype) > 1) & (self.extreme(x, "amax") - self.extreme(x, "amin") > NO_SIGNAL)
 
 
-# ---------------------------------------------------------------------------------------------- estimators, A [N]
+# ------------------------------------------------------------ estimators, A [N]
 # Each returns raw values; `finished` below puts the exact zeros in.
 
 
@@ -83,7 +83,7 @@ def leave_one_out(r: Tensor, g: Groups) -> Tensor:
 
 
 def batch_std(r: Tensor, g: Groups, eps: float, ddof: int, reduce: Reduce = alone) -> Tensor:
-    """LitePPO, 2508.08221: group mean, but the std of ALL rewards of the step: A_i = (r_i - mean) / (std_batch + eps)."""
+    """LitePPO, 2508.08221: group mean, std of ALL rewards of the step: A_i = (r_i - mean) / (std_batch + eps)."""
     _, var = returns.moments(r, g.scored, ddof, reduce)
     return group_mean(r, g) / (var.sqrt() + eps)
 
@@ -142,7 +142,7 @@ def normalize_then_sum(
 
 
 def keep_group(metric: Tensor, group_ids: Tensor) -> Tensor:
-    """DAPO's dynamic sampling, 2503.14476 eq. 11, on the METRIC (accuracy), never on the shaped reward: keep [n_groups]."""
+    """DAPO's dynamic sampling, 2503.14476 eq. 11, keep [n_groups]: on the METRIC (accuracy), not on shaped rewards."""
     return Groups.of(metric, group_ids).informative(metric)
 
 
@@ -155,12 +155,12 @@ def exact_zeros(a: Tensor, g: Groups, r: Tensor) -> Tensor:
     return torch.where(g.scored & g.informative(r)[g.ids], a, torch.zeros_like(a))
 
 
-# ---------------------------------------------------------------------------------------------- what training calls
+# ------------------------------------------------------------ what training calls
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """`per_token` [T] is what policy_loss takes; `scored` [N] says which answers may give loss; `returns` is PPO's target."""
+    """`per_token` [T] goes to policy_loss; `scored` [N] says which answers may give loss; `returns` is PPO's target."""
 
     per_token: Tensor
     scored: Tensor

@@ -126,7 +126,7 @@ class Choices(Section):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """The proximal log-probs must be computed before the update (elsewhere one update per batch makes them equal l)."""
+        """Proximal log-probs must exist before the first backward (else, one update per batch, they equal logp)."""
         return self.m2po_tau is not None or (self.kl_coef > 0 and self.kl_in == "reward")
 
     @property

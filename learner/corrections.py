@@ -1,10 +1,10 @@
 """Corrections for asynchrony: what to do about tokens that other weights, or another engine, sampled.
 
 Legend as in losses.py. All functions take `log_w [T]`, a log importance weight WITHOUT gradient, and return
-(weight [T], keep [T] bool): the loss of a token is multiplied by `weight`, which is 0 where `keep` is False. The denominator
-stays the ORIGINAL token count (definitions.md 5.2, as all peers but verl's decoupled mode).
+(weight [T], keep [T] bool): the loss of a token is multiplied by `weight`, which is 0 where `keep` is False. The
+denominator stays the ORIGINAL token count (definitions.md 5.2, as all peers but verl's decoupled mode).
 
-    decoupled   log_w = logp_old - logp_mu   weight x clipped loss on logp - logp_old      Hilton et al. 2110.00641, AReaL 2505.24298
+    decoupled   log_w = logp_old - logp_mu   weight x clipped loss on logp - logp_old   Hilton et al. 2110.00641, AReaL
     bypass      log_w = logp - logp_mu       only for REINFORCE, where the weight is the whole correction
 
 NaN or inf at an unmasked token never gets here: objective.py drops such tokens first and counts them.
@@ -37,7 +37,7 @@ def correct(kind: str, log_w: Tensor, seq: Segments, low: float | None, high: fl
     return torch.where(keep, survivors, torch.zeros_like(survivors)), keep
 
 
-# ---------------------------------------------------------------------------------------------- which weight
+# ------------------------------------------------------------ which weight
 
 
 def token_weight(log_w: Tensor, seq: Segments) -> Tensor:
@@ -46,7 +46,7 @@ def token_weight(log_w: Tensor, seq: Segments) -> Tensor:
 
 
 def sequence_weight(log_w: Tensor, seq: Segments) -> Tensor:
-    """prod_t w_t of the answer, in log space, the sum clamped to +-20 so that long answers neither overflow nor vanish."""
+    """prod_t w_t of the answer, in log space, the sum clamped to +-20: long answers neither overflow nor vanish."""
     return seq.spread(_exp(seq.sum(log_w)))
 
 
@@ -55,7 +55,7 @@ def geometric_weight(log_w: Tensor, seq: Segments) -> Tensor:
     return seq.spread(_exp(seq.mean(log_w)))
 
 
-# ---------------------------------------------------------------------------------------------- what to do with it
+# ------------------------------------------------------------ what to do with it
 
 
 def truncate(w: Tensor, low: float | None, high: float | None) -> Tensor:
@@ -64,7 +64,7 @@ def truncate(w: Tensor, low: float | None, high: float | None) -> Tensor:
 
 
 def inside(w: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Masked importance sampling keeps low <= w <= high: MIS 0.5..2; IcePop (Ring-1T 2510.18855) 0.5..5; TRL sequence max 3."""
+    """Masked importance sampling keeps low <= w <= high: MIS 0.5..2; IcePop (Ring-1T 2510.18855) 0.5..5; TRL ..3."""
     keep = torch.ones_like(w, dtype=torch.bool)
     if low is not None:
         keep &= w >= low
@@ -73,7 +73,7 @@ def inside(w: Tensor, low: float | None, high: float | None) -> Tensor:
     return keep
 
 
-# ---------------------------------------------------------------------------------------------- masks with other statistics
+# ------------------------------------------------------------ masks with other statistics
 
 
 def opsm(logp: Tensor, base: Tensor, A: Tensor, seq: Segments, delta: float) -> tuple[Tensor, Tensor]:
@@ -88,8 +88,8 @@ def opsm(logp: Tensor, base: Tensor, A: Tensor, seq: Segments, delta: float) -> 
 def m2po(log_w: Tensor, mask: Tensor, tau: float, reduce: Reduce = alone) -> Tensor:
     """M2PO, 2510.01161: drop the tokens with the largest (log w)^2 until the mean of those kept is <= tau. keep [T].
 
-    The set depends on the whole optimizer step: call it once per rank on all its tokens. The cut is found by bisection on
-    the bound, which needs only sums, so every rank finds the same cut. Equal squares are kept or dropped together.
+    The set depends on the whole optimizer step: call it once per rank on all its tokens. The cut is found by bisection
+    on the bound, which needs only sums, so every rank finds the same cut. Equal squares are kept or dropped together.
     """
     square = torch.where(mask, log_w * log_w, torch.zeros_like(log_w)).double()
     below, above = 0.0, 2 * (2 * LOG_RATIO_LIMIT) ** 2
@@ -110,13 +110,17 @@ def staleness_width(width: float, staleness: Tensor, exponent: float) -> Width:
 
 
 def loglinear_prox(logp: Tensor, logp_mu: Tensor, v_theta: Tensor, v_mu: Tensor) -> Tensor:
-    """A-3PO, 2512.06547: the proximal log-probs without a forward pass, logp_mu + alpha (logp - logp_mu), detached.
+    """A-3PO, 2512.06547: proximal log-probs without a forward pass, logp_mu + alpha (logp - logp_mu), detached.
 
-    alpha = clamp((v_prox - v_mu) / (v_theta - v_mu), 0, 1) with v_prox = v_theta - 1; versions per token [T].
+    v_theta is the version being optimised, v_mu [T] the version that sampled each token (anything that broadcasts).
     """
-    gap = (v_theta - v_mu).to(logp.dtype)
-    alpha = ((gap - 1) / torch.where(gap == 0, torch.ones_like(gap), gap)).clamp(0, 1)
-    return (logp_mu + alpha * (logp - logp_mu)).detach()
+    return (logp_mu + loglinear_alpha(v_theta, v_mu).to(logp.dtype) * (logp - logp_mu)).detach()
+
+
+def loglinear_alpha(v_theta: Tensor, v_mu: Tensor) -> Tensor:
+    """alpha = clamp((v_prox - v_mu) / (v_theta - v_mu), 0, 1), v_prox = v_theta - 1; equal versions: 0."""
+    gap = (v_theta - v_mu).double()
+    return ((gap - 1) / torch.where(gap == 0, torch.ones_like(gap), gap)).clamp(0, 1)
 
 
 def effective_sample_size(w: Tensor, mask: Tensor) -> Tensor:
@@ -126,7 +130,7 @@ def effective_sample_size(w: Tensor, mask: Tensor) -> Tensor:
 
 
 def mismatch_k3(log_w: Tensor) -> Tensor:
-    """k3 estimate of KL(mu || pi_old) per token from mu's samples: w - 1 - log w >= 0; healthy engines stay near 1e-3."""
+    """k3 estimate of KL(mu || pi_old) per token from mu's samples: w - 1 - log w >= 0; healthy near 1e-3."""
     d = log_w.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return torch.expm1(d) - d
 

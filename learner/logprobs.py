@@ -1,7 +1,8 @@
 """Log-probabilities without the logits: hidden states -> chunked lm_head -> log-prob and entropy of each target.
 
-Only `chunk` rows of logits exist at any time, forward and backward: peak memory is chunk x vocabulary, not tokens x vocabulary.
-The backward pass recomputes a chunk's logits and applies the closed-form gradient (Cut-Cross-Entropy 2411.09009's idea):
+Only `chunk` rows of logits exist at any time, forward and backward: peak memory is chunk x vocabulary, not
+tokens x vocabulary. The backward pass recomputes a chunk's logits and applies the closed-form gradient (as
+Cut-Cross-Entropy 2411.09009 does):
 
     z = h W^T / temperature + bias / temperature;  logp = z[y] - logsumexp(z);  H = -sum_j p_j log p_j
     d logp / dz_j = 1[j = y] - p_j             dH / dz_j = -p_j (log p_j + H)
@@ -28,8 +29,8 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """hidden [T, D], weight [V, D], targets [T] -> (logprobs [T], entropy [T]), both differentiable, float32 or better.
 
-    Pass only positions that carry loss. fp32_head casts hidden and weight to float32 before the product (MiniMax-M1, ScaleRL:
-    the product in bfloat16 is the largest source of mismatch between engine and learner); softmax is float32 either way.
+    Pass only positions that carry loss. fp32_head casts hidden and weight to float32 before the product (MiniMax-M1,
+    ScaleRL: a bfloat16 head is the largest source of mismatch between engine and learner); softmax is float32 anyway.
     """
     logprobs, entropy = _Chunked.apply(hidden, weight, bias, targets, float(temperature), int(chunk), fp32_head)
     return logprobs, entropy
@@ -114,7 +115,7 @@ def _part(grad: Tensor | None, part: slice) -> Tensor | None:
 
 
 def _dlogits(logp: Tensor, targets: Tensor, entropy: Tensor, g: Tensor | None, g_entropy: Tensor | None) -> Tensor:
-    """[c, V] gradient with respect to the scaled logits. A token with zero incoming gradient gives exact zeros, NaN or not."""
+    """[c, V] gradient of the scaled logits; exact zeros for a token without incoming gradient, NaN or not."""
     p = logp.exp()
     dz = torch.zeros_like(logp)
     live = torch.zeros(len(logp), dtype=torch.bool, device=logp.device)

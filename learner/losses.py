@@ -10,12 +10,12 @@ Legend (all tensors are flat: T answer tokens of a packed batch, see learner/seg
     A       [T]  advantage
     r       [T]  exp(logp - base)
     sg[x]        stop-gradient, x.detach()
-    seq          Segments: seq.mean(x) is the mean over each answer's unmasked tokens, seq.spread() gives it back to them
+    seq          Segments: seq.mean(x) is the mean over each answer's unmasked tokens, seq.spread() hands it back
     |y|          unmasked tokens of an answer
 
-Every kernel returns (loss_t [T], clipped_t [T] bool). Losses are minimised; clipped_t marks tokens whose gradient the rule
-cut (or whose detached weight it capped). Kernels neither average nor mask: `aggregate` in segments.py does both, with
-denominators of the whole optimizer step. Callers put 0 at masked positions BEFORE any exp (objective.py), so that
+Every kernel returns (loss_t [T], clipped_t [T] bool). Losses are minimised; clipped_t marks tokens whose gradient the
+rule cut (or whose detached weight it capped). Kernels neither average nor mask: `aggregate` in segments.py does both,
+with denominators of the whole optimizer step. Callers put 0 at masked positions BEFORE any exp (objective.py), so that
 no NaN or inf of a masked position reaches a value or a gradient. A sequence-level loss is spread over its tokens: with
 "seq-mean-token-mean" that is exactly the mean over sequences. Numbers are checked against tests/learner/golden.json.
 """
@@ -37,7 +37,7 @@ def ratio(logp: Tensor, base: Tensor) -> Tensor:
     return (logp - base).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-# ---------------------------------------------------------------------------------------------- clipped ratios
+# ------------------------------------------------------------ clipped ratios
 
 
 def ppo_clip(
@@ -92,6 +92,14 @@ def gmpo(
 
     d = logp - base;  A > 0: d <- min(d, clip_high);  A <= 0: d <- max(d, -clip_low);  L_i = -exp(1/|y_i| sum_t d) A_i
     """
+    s, clipped = gmpo_ratio(logp, base, A, seq, clip_low, clip_high)
+    return -seq.spread(s) * seq.spread(seq.mean(A)), clipped
+
+
+def gmpo_ratio(
+    logp: Tensor, base: Tensor, A: Tensor, seq: Segments, clip_low: Width, clip_high: Width
+) -> tuple[Tensor, Tensor]:
+    """GMPO's clipped geometric-mean ratio of each answer [n], and where a token was clipped [T]."""
     d = logp - base
     a = seq.spread(seq.mean(A))
     high, low = (
@@ -100,41 +108,44 @@ def gmpo(
     )
     clipped = torch.where(a > 0, d > high, d < -low)
     d = torch.where(clipped, torch.where(a > 0, high, -low), d)
-    s = seq.spread(seq.mean(d).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp())
-    return -s * a, clipped
+    return seq.mean(d).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), clipped
 
 
 def _clipped_surrogate(r: Tensor, A: Tensor, low: Width, high: Width, dual_clip: float | None) -> tuple[Tensor, Tensor]:
-    """max(-r A, -clip(r, low, high) A) without torch.max's split gradient at a tie; clipped where the bound strictly wins."""
+    """max(-r A, -clip(r, low, high) A), no split gradient at a tie; clipped where the bound strictly wins."""
     low, high = (torch.as_tensor(x, dtype=r.dtype, device=r.device) for x in (low, high))
     bounded = torch.minimum(torch.maximum(r, low), high).detach()
     clipped = -bounded * A > -r * A
     loss = torch.where(clipped, -bounded * A, -r * A)
     if dual_clip is None:
         return loss, clipped
-    capped = (A < 0) & (loss > -dual_clip * A)
-    return torch.where(capped, -dual_clip * A, loss), clipped | capped
+    return torch.where(dual_clipped(r, A, dual_clip), -dual_clip * A, loss), clipped
 
 
-# ---------------------------------------------------------------------------------------------- detached weights
+def dual_clipped(r: Tensor, A: Tensor, dual_clip: float) -> Tensor:
+    """Where the dual clip binds: A < 0 and r > c. Counted apart from the ordinary clip."""
+    return (A < 0) & (r > dual_clip)
+
+
+# ------------------------------------------------------------ detached weights
 
 
 def cispo(logp: Tensor, base: Tensor, A: Tensor, weight_min: float, weight_max: float) -> tuple[Tensor, Tensor]:
     """CISPO, MiniMax-M1 2506.13585 eq. 4-5: every token keeps a gradient, only its weight is capped.
 
-    L = -sg[clip(r, weight_min, weight_max)] A logp.  The caps are ABSOLUTE ratios. The value depends on logp and means nothing.
+    L = -sg[clip(r, weight_min, weight_max)] A logp.  The caps are ABSOLUTE ratios. The loss value means nothing.
     """
     r = ratio(logp, base).detach()
     return -r.clamp(weight_min, weight_max) * A * logp, (r < weight_min) | (r > weight_max)
 
 
 def aipo(logp: Tensor, base: Tensor, A: Tensor, weight_max: float) -> tuple[Tensor, Tensor]:
-    """AIPO, LlamaRL 2505.24034 eq. 4: L = -sg[min(r, weight_max)] A logp, base = logp_mu. A token above the cap keeps a gradient."""
+    """AIPO, LlamaRL 2505.24034 eq. 4: L = -sg[min(r, weight_max)] A logp; above the cap the gradient stays, capped."""
     return cispo(logp, base, A, 0.0, weight_max)
 
 
 def aipo_surrogate(logp: Tensor, base: Tensor, A: Tensor, weight_max: float) -> tuple[Tensor, Tensor]:
-    """AIPO as cosmos-rl codes it: L = -min(r, weight_max) A, so a token above the cap has NO gradient, whatever A's sign."""
+    """AIPO as cosmos-rl codes it: L = -min(r, weight_max) A; above the cap NO gradient, whatever A's sign."""
     r = ratio(logp, base)
     return -r.clamp(max=weight_max) * A, r > weight_max
 
@@ -146,11 +157,11 @@ def importance(logp: Tensor, base: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def reinforce(logp: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
-    """REINFORCE, Williams 1992: L = -A logp. Off policy the weight comes from corrections.py (detached, multiplied on)."""
+    """REINFORCE, Williams 1992: L = -A logp. Off policy its weight comes from corrections.py, detached."""
     return -A * logp, torch.zeros_like(logp, dtype=torch.bool)
 
 
-# ---------------------------------------------------------------------------------------------- smooth gates, trust regions
+# ------------------------------------------------------------ smooth gates, trust regions
 
 
 def sapo(logp: Tensor, base: Tensor, A: Tensor, tau_pos: float, tau_neg: float) -> tuple[Tensor, Tensor]:
@@ -159,7 +170,7 @@ def sapo(logp: Tensor, base: Tensor, A: Tensor, tau_pos: float, tau_neg: float) 
     L = -(4 / tau) sigmoid(tau (r - 1)) A,  tau = tau_pos if A > 0 else tau_neg;  dL/dlogp = -A at r = 1
     """
     r = ratio(logp, base)
-    tau = torch.where(A > 0, tau_pos, tau_neg).to(r.dtype)
+    tau = torch.where(A > 0, torch.full_like(r, tau_pos), torch.full_like(r, tau_neg))
     return -(4 / tau) * torch.sigmoid(tau * (r - 1)) * A, torch.zeros_like(r, dtype=torch.bool)
 
 
@@ -186,7 +197,7 @@ def ipo(logp: Tensor, base: Tensor, A: Tensor, low: float, high: float) -> tuple
 
 
 def trust_region(logp: Tensor, base: Tensor) -> Tensor:
-    """(logp - base)^2 on every token, Kimi-K2.5 2602.02276 / PRIME-RL; gradient 2 (logp - base) grad logp, towards mu."""
+    """(logp - base)^2 on every token, Kimi-K2.5 2602.02276, PRIME-RL; gradient 2 (logp - base), towards base."""
     return (logp - base) ** 2
 
 
@@ -200,7 +211,7 @@ def opmd(logp: Tensor, base: Tensor, A: Tensor, seq: Segments, tau: float) -> tu
     return seq.spread(loss), torch.zeros_like(logp, dtype=torch.bool)
 
 
-# ---------------------------------------------------------------------------------------------- regularisers
+# ------------------------------------------------------------ regularisers
 
 
 def kl(logp: Tensor, logp_ref: Tensor, kind: str, r: Tensor | None = None) -> Tensor:
@@ -231,7 +242,7 @@ def adaptive_kl(coef: float, observed: float, target: float, n_steps: float, hor
 
 
 def value_clip_loss(v: Tensor, v_old: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """PPO's critic (OpenAI baselines): L = max((v - R)^2, (clip(v, v_old +- clip) - R)^2); the factor 0.5 is the caller's."""
+    """PPO's critic (OpenAI baselines): L = max((v - R)^2, (clip(v, v_old +- clip) - R)^2); the 0.5 is the caller's."""
     near = torch.minimum(torch.maximum(v, v_old - clip), v_old + clip)
     plain, clipped = (v - returns) ** 2, (near - returns) ** 2
     return torch.where(clipped > plain, clipped, plain), clipped > plain

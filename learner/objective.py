@@ -3,7 +3,7 @@
     logprobs, ... [T]  ->  drop what is masked or not finite  ->  kernel (losses.py)  x  weight (corrections.py)
                        ->  + KL, - entropy, + trust region  ->  aggregate with the step's denominators
 
-The walk is the same for every algorithm; only the kernel and the numbers differ. Padded [B, L] input is flattened first.
+The walk is the same for every algorithm; only the kernel and the numbers differ. Padded [B, L] input is flattened.
 Losses of micro-batches ADD UP to the loss of the step (denominators are global), and so do the metrics.
 """
 
@@ -68,7 +68,7 @@ def policy_loss(
     weights = token_weights(choices.aggregation, counted, group_ids, denominators, choices.length_constant)
     policy = aggregate(terms.policy * terms.weight, weights, terms.kept)
     loss = policy + aggregate(terms.regulariser, weights, terms.batch.live)
-    return loss, _metrics(terms, policy, loss)
+    return loss, _metrics(choices, terms, policy, loss)
 
 
 def step_keep(
@@ -82,10 +82,10 @@ def step_keep(
     truncated: Tensor | None = None,
     reduce: Reduce = alone,
 ) -> Tensor:
-    """Which tokens of one rank's WHOLE step may give loss, [T] bool; cut it like any per-token column and pass it as `keep`.
+    """Which tokens of one rank's WHOLE step may give loss, [T] bool; cut it like any column and pass it as `keep`.
 
-    scored [N] from advantages.compute; truncated [N] is dropped when choices.mask_truncated (overlong filtering: such an
-    answer still counts in its group's mean and in the denominators). M2PO's choice needs the whole step, so it is made here;
+    scored [N] from advantages.compute; truncated [N] is dropped when choices.mask_truncated (overlong filtering: such
+    an answer still counts in its group's mean and in the denominators). M2PO's choice needs the whole step: made here.
     """
     keep = mask.bool() & scored[sequence_ids]
     if choices.mask_truncated and truncated is not None:
@@ -101,7 +101,7 @@ def step_keep(
 
 @dataclass(frozen=True)
 class Batch:
-    """Flat tensors with 0 at every position that gives no loss. `live` is where there is loss; `counted` the mask given."""
+    """Flat tensors with 0 wherever there is no loss. `live`: tokens with loss; `counted`: the mask given."""
 
     logp: Tensor
     old: Tensor
@@ -117,7 +117,7 @@ class Batch:
 
 
 def _clean(logp: Tensor, mask: Tensor, x: dict[str, Tensor], ids: Tensor, n: int) -> Batch:
-    """Mask before any arithmetic. A trainable token with a NaN or inf anywhere is dropped and counted, never propagated."""
+    """Mask before any arithmetic. A trainable token with a NaN or inf in any column is dropped and counted."""
     logp = upcast(logp)
     wanted = mask & x["keep"].bool() if "keep" in x else mask
     names = [k for k in x if k not in ("keep", "staleness")]
@@ -240,7 +240,7 @@ def _kernel(c: Choices, b: Batch, base: Tensor) -> tuple[Tensor, Tensor]:
             return losses.reinforce(b.logp, b.A)
 
 
-def _metrics(t: TokenTerms, policy: Tensor, loss: Tensor) -> MetricSums:
+def _metrics(c: Choices, t: TokenTerms, policy: Tensor, loss: Tensor) -> MetricSums:
     b, live, now = t.batch, t.batch.live, t.batch.logp.detach()
     means = {
         "policy/kl": (corrections.mismatch_k3(now - b.old), live),  # of the update: old policy || current
@@ -252,6 +252,8 @@ def _metrics(t: TokenTerms, policy: Tensor, loss: Tensor) -> MetricSums:
         "correction/filtered_fraction": (live & ~t.kept, live),
         "staleness/token_mean": (b.staleness, live),
     }
+    if c.dual_clip is not None:
+        means["policy/dual_clip_fraction"] = (losses.dual_clipped(losses.ratio(now, t.base), b.A, c.dual_clip), live)
     if b.entropy is not None:
         means["policy/entropy"] = (b.entropy, live)
     if b.ref is not None:

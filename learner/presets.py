@@ -92,7 +92,10 @@ PRESETS: dict[str, Choices] = {
         _preset("opo", "OPO 2505.23585", advantage="opo"),
         _preset("pass_at_k", "pass@k training 2503.19595", advantage="pass_at_k"),
         _preset("gdpo", "GDPO 2601.05242", components="normalize_then_sum", advantage_eps=1e-4),
-        _preset("icepop", "IcePop, Ring-1T 2510.18855", clip_high=0.28, correction="mis", correction_low=0.5, correction_high=5.0),
+        _preset(
+            "icepop", "IcePop, Ring-1T 2510.18855", clip_high=0.28, correction="mis", correction_low=0.5,
+            correction_high=5.0,
+        ),
         _preset("m2po", "M2PO 2510.01161", loss="importance", m2po_tau=0.04, **_TWO_POLICY),
         _preset("dpo", "DPO 2305.18290", objective="preference", drop_zero_signal=True),
         _preset("dpo_ipo", "IPO 2310.12036", objective="preference", preference_loss="ipo", length_normalized=True),
@@ -151,18 +154,18 @@ def _contradictions(c: Choices, s: Setting) -> list[tuple[bool, str]]:
         (
             c.loss in SEQUENCE_RATIO_LOSSES and (token_weights or c.m2po_tau is not None),
             f"loss {c.loss!r} has one ratio per sequence, so a token-level correction "
-            f"({c.correction!r}{', m2po_tau' if c.m2po_tau is not None else ''}) would weight tokens the ratio does not "
-            "know; use correction 'geo_tis', 'geo_mask', 'seq_tis', 'seq_mis', 'seq_mask' or 'none'",
+            f"({c.correction!r}{', m2po_tau' if c.m2po_tau is not None else ''}) would weight tokens the ratio "
+            "does not know; use correction 'geo_tis', 'geo_mask', 'seq_tis', 'seq_mis', 'seq_mask' or 'none'",
         ),
         (
             c.loss in SEQUENCE_LOSSES and c.advantage in TOKEN_ADVANTAGES,
-            f"loss {c.loss!r} needs one advantage per sequence but advantage {c.advantage!r} differs from token to token; "
-            "use loss 'gspo_token' or 'ppo_clip'",
+            f"loss {c.loss!r} needs one advantage per sequence but advantage {c.advantage!r} differs from token "
+            "to token; use loss 'gspo_token' or 'ppo_clip'",
         ),
         (
             c.loss in ("gspo", "gspo_token") and max(c.clip_low, c.clip_high) > 0.01,
-            f"clip_low {c.clip_low} / clip_high {c.clip_high} are token-level widths; a length-normalised sequence ratio "
-            "moves about a hundred times less, so nothing would ever be clipped; use about 3e-4 and 4e-4",
+            f"clip_low {c.clip_low} / clip_high {c.clip_high} are token-level widths; a length-normalised sequence "
+            "ratio moves about a hundred times less, so nothing would ever be clipped; use about 3e-4 and 4e-4",
         ),
         (
             c.advantage == "maxrl" and s.negative_rewards,
@@ -179,8 +182,8 @@ def _contradictions(c: Choices, s: Setting) -> list[tuple[bool, str]]:
         ),
         (
             (s.top_p < 1 or s.top_k > 0) and not s.kept_mass,
-            f"sampling.top_p {s.top_p} / top_k {s.top_k} renormalise the engine's log-probs, and no kept mass is recorded "
-            "to undo it: every ratio would be biased; set top_p: 1.0 and top_k: 0",
+            f"sampling.top_p {s.top_p} / top_k {s.top_k} renormalise the engine's log-probs, and no kept mass is "
+            "recorded to undo it: every ratio would be biased; set top_p: 1.0 and top_k: 0",
         ),
         (
             c.mode == "bypass" and c.loss != "reinforce" and c.correction not in PURE_MASKS | {"none"},
@@ -193,7 +196,7 @@ def _contradictions(c: Choices, s: Setting) -> list[tuple[bool, str]]:
         ),
         (
             c.correction.endswith(("mis", "mask")) and low is None and high is None,
-            f"correction {c.correction!r} without correction_low and correction_high would drop nothing; give one of them",
+            f"correction {c.correction!r} without correction_low or correction_high would drop nothing; give one",
         ),
         (
             c.correction.endswith("tis") and high is None,
@@ -205,7 +208,8 @@ def _contradictions(c: Choices, s: Setting) -> list[tuple[bool, str]]:
         ),
         (
             c.aggregation == "constant" and s.max_tokens is not None and (c.length_constant or 0) < s.max_tokens,
-            f"length_constant {c.length_constant} is below sampling.max_tokens {s.max_tokens}: it must cover the whole answer",
+            f"length_constant {c.length_constant} is below sampling.max_tokens {s.max_tokens}: it must "
+            "cover the whole answer",
         ),
         (
             c.overlong_cache is not None and s.max_tokens is not None and c.overlong_cache > s.max_tokens,
@@ -213,7 +217,8 @@ def _contradictions(c: Choices, s: Setting) -> list[tuple[bool, str]]:
         ),
         (
             c.objective == "policy" and c.advantage not in ("gae", "reinforce_pp", "batch_mean") and s.group_size < 2,
-            f"advantage {c.advantage!r} compares answers of one prompt, but sampling.group_size is {s.group_size}; use 2 or more",
+            f"advantage {c.advantage!r} compares answers of one prompt, but sampling.group_size is "
+            f"{s.group_size}; use 2 or more",
         ),
         (
             c.kl_coef > 0 and c.kl_in == "loss" and c.kl_kind == "k1",
@@ -245,15 +250,17 @@ def _contradictions(c: Choices, s: Setting) -> list[tuple[bool, str]]:
         ),
         (
             c.components == "normalize_then_sum" and c.advantage != "group_std",
-            f"components 'normalize_then_sum' normalises each component by its group, which advantage {c.advantage!r} does not",
+            f"components 'normalize_then_sum' normalises each component by its group, which advantage "
+            f"{c.advantage!r} does not",
         ),
         (
             c.objective == "preference" and c.preference_loss in ("cdpo", "robust") and c.label_smoothing == 0,
-            f"preference_loss {c.preference_loss!r} with label_smoothing 0 is plain 'sigmoid'; set label_smoothing, say 0.1",
+            f"preference_loss {c.preference_loss!r} with label_smoothing 0 is plain 'sigmoid'; set it, say 0.1",
         ),
         (
             c.objective == "preference" and c.preference_loss not in ("cdpo", "robust") and c.label_smoothing > 0,
-            f"label_smoothing {c.label_smoothing} has no effect on preference_loss {c.preference_loss!r}; use 'cdpo' or 'robust'",
+            f"label_smoothing {c.label_smoothing} has no effect on preference_loss {c.preference_loss!r}; use 'cdpo' "
+            "or 'robust'",
         ),
     ]
 

@@ -72,7 +72,7 @@ def moments(x: Tensor, mask: Tensor, ddof: int, reduce: Reduce = alone) -> tuple
 
 
 def whiten(x: Tensor, mask: Tensor, eps: float, ddof: int, reduce: Reduce = alone, eps_in: str = "variance") -> Tensor:
-    """(x - mean) / sqrt(var + eps) over all unmasked entries of the step, 0 elsewhere; eps_in="std": / (sqrt(var) + eps).
+    """(x - mean) / sqrt(var + eps) over the step's unmasked entries, 0 elsewhere; eps_in="std": / (sqrt(var) + eps).
 
     A lone entry and entries that are all equal up to rounding give exactly 0, never a division by eps.
     """
@@ -96,7 +96,7 @@ def _flat(grid: Tensor, seq: Segments) -> Tensor:
 
 
 def _grid(seq: Segments) -> tuple[Tensor, Tensor, int]:
-    """Row and column of each flat token: its answer and its place in it (tokens of an answer are in order, any spacing)."""
+    """Row and column of each flat token: its answer and its place in it (an answer's tokens are in order)."""
     order = torch.argsort(seq.ids, stable=True)
     counts = torch.bincount(seq.ids, minlength=seq.n)
     starts = torch.cumsum(counts, 0) - counts

@@ -1,4 +1,4 @@
-"""Flat, packed tokens: which sequence a token belongs to, which prompt a sequence belongs to, and what a mean divides by.
+"""Flat, packed tokens: which sequence a token belongs to, which prompt a sequence, and what a mean divides by.
 
 Everything the learner computes lives on ONE axis of T answer tokens, whatever the batch looked like before:
 
@@ -47,7 +47,7 @@ class Segments:
     mask: Tensor
 
     def sum(self, x: Tensor) -> Tensor:
-        """[T] -> [n]: sum of each sequence's unmasked tokens. Masked values are replaced, so a NaN there is harmless."""
+        """[T] -> [n]: sum of each sequence's unmasked tokens. Masked values are replaced: a NaN there is harmless."""
         x = torch.where(self.mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
         return torch.zeros(self.n, dtype=x.dtype, device=x.device).index_add(0, self.ids, x)
 

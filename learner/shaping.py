@@ -24,7 +24,7 @@ def linear_length(rewards: Tensor, lengths: Tensor, weight: float) -> Tensor:
 
 
 def kimi_length(lengths: Tensor, correct: Tensor) -> Tensor:
-    """Kimi k1.5 2501.12599 sec. 2.3.3, over one group: lam = 0.5 - (len - min) / (max - min); correct: lam, wrong: min(0, lam).
+    """Kimi k1.5 2501.12599 sec. 2.3.3, over one group, lam = 0.5 - (len - min) / (max - min); wrong: min(0, lam).
 
     All lengths equal: 0.
     """
