@@ -2,7 +2,7 @@
 
 headrace run T.yaml                       a new directory, <run.dir>/<run.name>-NNN
 headrace run T.yaml --run-dir D           a new run in D
-headrace run T.yaml --run-dir D --resume  goes on in D; T may differ from D's config.yaml only where nothing learnt changes
+headrace run T.yaml --run-dir D --resume  goes on in D; T may differ from its config.yaml in MAY_CHANGE only
 headrace run T.yaml --resume              the newest run of that name
 headrace run D --resume                   goes on with D's own config.yaml
 """

@@ -2,8 +2,9 @@
 
 The driver's summary may hold (all optional; what is missing is left out of the table):
 
-    {"outcome": "finished" | "stopped" | "failed", "reason": "Ctrl-C", "seconds": 287.1, "issued": 203, "trained": 192,
-     "dropped_by_reason": {"zero_signal": 3, "run_ended": 8}, "lost": 0, "duplicated": 0, "max_staleness": 2, "checkpoint": 24}
+    {"outcome": "finished" | "stopped" | "failed", "reason": "Ctrl-C", "seconds": 287.1, "issued": 203,
+     "trained": 192, "dropped_by_reason": {"zero_signal": 3, "run_ended": 8}, "lost": 0, "duplicated": 0,
+     "max_staleness": 2}
 """
 
 from __future__ import annotations
