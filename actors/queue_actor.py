@@ -29,7 +29,7 @@ class QueueActor:
             bind=self.bind,
             durability=self.config.durability,
             max_bytes=self.config.max_bytes,
-            event=self.task.events().append,
+            events_path=Path(self.task.run_dir) / "events.jsonl",
         )
         self.server.start()
         return self.server.endpoint

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import ray
 
@@ -34,7 +35,8 @@ class RewardActor:
         from actors.rewards import build
 
         self.prompts = self.task.prompt_source()
-        self.scorer = build(self.rewards, event=self.task.events().append)
+        log_dir = Path(self.task.run_dir) / "logs"
+        self.scorer = build(self.rewards, self.task.events().append, log_dir=log_dir)
 
     def run(self) -> str:
         """Score until the run drains; returns what the queue said."""

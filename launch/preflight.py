@@ -11,6 +11,7 @@ import socket
 from dataclasses import dataclass
 
 from actors.models import check_model_dir
+from actors.rewards import check as check_rewards
 from actors.role import Task
 from launch.config import RunConfig
 from launch.ledger_settings import ledger_settings
@@ -43,10 +44,11 @@ def preflight(config: RunConfig) -> Ready:
     ledger_settings(config)
     _check_port("observe.prometheus_port", config.observe.prometheus_port)
     task = Task("", config.run.seed, config.model, config.prompts, config.sampling, context)
-    report = task.prompt_source().check()
+    prompts = task.prompt_source()
+    report = prompts.check()
     if config.evaluate.every and not report.held_out:
         raise ConfigError("prompts.held_out: 0 leaves nothing to evaluate on; set it, or evaluate.every to 0")
-    _check_rewards(config)
+    check_rewards(config.rewards, [prompts.prompt_for(0), *prompts.held_out()])
     return Ready(context, report.training_rows, report.held_out)
 
 
@@ -59,9 +61,3 @@ def _check_port(path: str, port: int | None) -> None:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise ConfigError(f"{path}: {port} cannot be bound ({error.strerror}); choose another, or 0") from None
-
-
-def _check_rewards(config: RunConfig) -> None:
-    from actors.rewards import check
-
-    check(config.rewards)

@@ -26,8 +26,8 @@ from launch.plan import make_plan
 from launch.preflight import preflight
 from launch.run_dir import RunDirectory
 from launch.topology import Placement
-from rollout.errors import ConfigError, HeadraceError
-from rollout.event_log import EventLog, MetricsLog, Row
+from rollout.errors import HeadraceError
+from rollout.event_log import EventLog, Row
 
 LOOK_EVERY_S = 1.0
 DRAIN_S = 60.0
@@ -36,11 +36,13 @@ DRAIN_S = 60.0
 def run(config: RunConfig, run_dir: Path, resume: bool = False) -> int:
     """Train to the end; returns the exit code: 0 done, 1 a role died or the books do not balance, 130 Ctrl-C.
 
-    Raises ConfigError before anything heavy starts when the run cannot work.
+    `run_dir` is empty, or a run to resume (launch/opening.py sees to that). Raises ConfigError before anything heavy
+    starts when the run cannot work.
     """
     plan = make_plan(config, local_inventory())
     ready = preflight(config)
-    directory = _open(config, run_dir, resume)
+    directory = RunDirectory(run_dir).prepared()
+    directory.write_config(config.to_yaml())
     view = LiveView(config, directory.path)
     events = EventLog(directory.events_path)
     try:
@@ -69,19 +71,6 @@ def run(config: RunConfig, run_dir: Path, resume: bool = False) -> int:
     _report(directory)
     view.finish(outcome)
     return {"finished": 0, "stopped": 130}.get(str(outcome["outcome"]), 1)
-
-
-def _open(config: RunConfig, run_dir: Path, resume: bool) -> RunDirectory:
-    """A fresh run directory, or an old one cut back to what its checkpoint contains."""
-    directory = RunDirectory(run_dir)
-    used = directory.journal.is_dir() and any(directory.journal.iterdir())
-    if used and not resume:
-        raise ConfigError(f"--run-dir: {run_dir} holds a run already; add --resume to continue it, or name another")
-    if resume and not used:
-        raise ConfigError(f"--resume: {run_dir} holds no run to continue; leave --resume out, or name its --run-dir")
-    directory.prepared()
-    directory.write_config(config.to_yaml())
-    return directory
 
 
 def _seat(placement: Placement) -> dict[str, Any]:
