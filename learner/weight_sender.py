@@ -15,13 +15,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from rollout.engine import Rendezvous
-from rollout.errors import DeadlineError, WeightError
+from rollout.errors import WeightError
 from rollout.versions import WeightManifest
 from rollout.weight_group import GlooGroup, MeetingPoint
-from rollout.weight_stream import NamedTensor, as_bytes, digest, prologue, root_digest, sealed, spec_of, trailer
+from rollout.weight_stream import (
+    NamedTensor,
+    as_bytes,
+    digest,
+    given_up,
+    prologue,
+    root_digest,
+    sealed,
+    spec_of,
+    trailer,
+)
 
 Source = Callable[[], Iterable[NamedTensor]]
 
@@ -43,8 +52,9 @@ class _Pipe:
     def __init__(self, group: GlooGroup, bucket_bytes: int) -> None:
         self._group = group
         self._buffers = [torch.empty(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
-        self._works: list[dist.Work | None] = [None, None]
+        self._tickets: list[int | None] = [None, None]
         self._turn = self._filled = 0
+        self.pushed = 0
 
     def push(self, data: torch.Tensor) -> None:
         at, n = 0, data.numel()
@@ -55,22 +65,30 @@ class _Pipe:
             self._buffers[self._turn][self._filled : self._filled + take].copy_(data[at : at + take])
             self._filled += take
             at += take
+            self.pushed += take
             if self._filled == size:
                 self.flush()
 
+    def pad(self, nbytes: int) -> None:
+        """Fill up to `nbytes` with zeros (the source failed; receivers still expect that many)."""
+        self.push(torch.zeros(1, dtype=torch.uint8).expand(max(nbytes - self.pushed, 0)))
+
     def flush(self) -> None:
         if self._filled:
-            self._works[self._turn] = self._group.broadcast(self._buffers[self._turn][: self._filled])
+            self._tickets[self._turn] = self._group.broadcast(self._buffers[self._turn][: self._filled])
             self._turn, self._filled = 1 - self._turn, 0
 
-    def drain(self) -> None:
+    def finish(self, tail: torch.Tensor) -> None:
+        """Send what is left, then the trailer; both buckets are ours again."""
+        self.flush()
         self._await(0)
         self._await(1)
+        self._group.wait(self._group.broadcast(tail))
 
     def _await(self, which: int) -> None:
-        work, self._works[which] = self._works[which], None
-        if work is not None:
-            self._group.wait(work)
+        ticket, self._tickets[which] = self._tickets[which], None
+        if ticket is not None:
+            self._group.wait(ticket)
 
 
 class WeightSender:
@@ -109,27 +127,33 @@ class WeightSender:
         return WeightManifest(version, self._layout.tensors)
 
     def send(self, manifest: WeightManifest) -> Sent:
-        """Stream one announced version to the group. Raises WeightError, DeadlineError; then the epoch is over."""
+        """Stream one announced version to the group.
+
+        Raises WeightError, DeadlineError when the group broke (the epoch is over), and whatever the source raises
+        (the stream is finished with a trailer that no receiver accepts; the group stays of use).
+        """
         group = self._group
         if group is None:
             raise WeightError(f"no weight group to send version {manifest.version} to; invite engines first")
         started = time.monotonic()
+        group.start_clock()
+        pipe = _Pipe(group, self.bucket_bytes)
         try:
-            digests, digest_s = self._stream(group, manifest)
-        except (WeightError, DeadlineError):
-            self.close_group()
+            group.wait(group.broadcast(prologue(group.rendezvous.epoch, manifest, self.bucket_bytes)))
+            digests, digest_s = self._stream(pipe, manifest)
+            pipe.finish(trailer(digests))
+        except BaseException:
+            if not group.broken:
+                pipe.pad(manifest.nbytes)
+                pipe.finish(given_up(len(manifest.tensors)))
             raise
-        except BaseException:  # the source failed: receivers must not wait for bytes that will not come
-            self.close_group()
-            raise
+        finally:
+            if group.broken:
+                self.close_group()
         proven = sealed(manifest, digests)
         return Sent(proven, root_digest(proven), manifest.nbytes, time.monotonic() - started, digest_s)
 
-    def _stream(self, group: GlooGroup, manifest: WeightManifest) -> tuple[list[str], float]:
-        group.start_clock()
-        head = prologue(group.rendezvous.epoch, manifest, self.bucket_bytes)
-        group.wait(group.broadcast(head))
-        pipe = _Pipe(group, self.bucket_bytes)
+    def _stream(self, pipe: _Pipe, manifest: WeightManifest) -> tuple[list[str], float]:
         digests: list[str] = []
         digest_s = 0.0
         for i, (name, tensor) in enumerate(self._source()):
@@ -142,9 +166,6 @@ class WeightSender:
         if len(digests) != len(manifest.tensors):
             missing = manifest.tensors[len(digests)].name
             raise WeightError(f"the learner yielded {len(digests)} tensors; {missing} was announced and is missing")
-        pipe.flush()
-        pipe.drain()
-        group.wait(group.broadcast(trailer(digests)))
         return digests, digest_s
 
     @staticmethod

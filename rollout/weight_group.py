@@ -10,7 +10,9 @@ DeadlineError (who was awaited) or WeightError (the peer went away); after eithe
 
 from __future__ import annotations
 
+import itertools
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -72,18 +74,20 @@ def _announce_and_await(store: dist.Store, rdv: Rendezvous, names: Mapping[int, 
 
 
 class GlooGroup:
-    """An entered group. Not thread-safe: one thread uses it at a time; `close` may come from any thread."""
+    """An entered group. One thread uses it at a time; `close` may come from any thread.
 
-    def __init__(self, rdv: Rendezvous, group: dist.ProcessGroupGloo, store: dist.Store) -> None:
+    gloo closes its connections only when nothing refers to the group any more, works in flight included. So works
+    never leave this object (callers hold ticket numbers), and peers see the end as soon as `close` let go of them.
+    """
+
+    def __init__(self, rdv: Rendezvous, group: dist.ProcessGroupGloo) -> None:
         self.rendezvous = rdv
+        self.broken = False  # a broadcast failed: members are out of step, the group is of no more use
         self._group: dist.ProcessGroupGloo | None = group
-        self._store = store  # the group needs it alive
+        self._works: dict[int, dist.Work] = {}
+        self._tickets = itertools.count()
         self._deadline = 0.0
         self.start_clock()
-
-    def start_clock(self) -> None:
-        """From now on, everything until the next `start_clock` must be done within `rendezvous.timeout_s`."""
-        self._deadline = time.monotonic() + self.rendezvous.timeout_s
 
     @classmethod
     def enter(
@@ -102,33 +106,51 @@ class GlooGroup:
             options._timeout = timeout
             options._threads = 1
             group = dist.ProcessGroupGloo(epoch_store, rdv.rank, rdv.world_size, options)
-        except (RuntimeError, dist.DistError) as error:  # torch raises plain RuntimeErrors from gloo
-            raise DeadlineError(f"weight group epoch {rdv.epoch}", rdv.timeout_s, str(error).splitlines()[0]) from error
-        return cls(rdv, group, epoch_store)
+        except RuntimeError as error:  # all that torch's stores and gloo raise
+            raise DeadlineError(f"weight group epoch {rdv.epoch}", rdv.timeout_s, _first_line(error)) from error
+        return cls(rdv, group)
 
-    def broadcast(self, buffer: torch.Tensor) -> dist.Work:
-        """Start sending (rank 0) or receiving (others) `buffer`; hand the work to `wait` before touching it."""
-        if self._group is None:
+    def start_clock(self) -> None:
+        """From now on, everything until the next `start_clock` must be done within `rendezvous.timeout_s`."""
+        self._deadline = time.monotonic() + self.rendezvous.timeout_s
+
+    def broadcast(self, buffer: torch.Tensor) -> int:
+        """Start sending (rank 0) or receiving (others) `buffer`; `wait` for the ticket before touching it."""
+        group = self._group
+        if group is None:
             raise WeightError(f"weight group epoch {self.rendezvous.epoch} is closed; enter the next epoch")
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))
-        return self._group.broadcast([buffer], options)
+        ticket = next(self._tickets)
+        self._works[ticket] = group.broadcast([buffer], options)
+        return ticket
 
-    def wait(self, work: dist.Work) -> None:
+    def wait(self, ticket: int) -> None:
         """Block until the buffer is ours again (sent or received)."""
         started = time.monotonic()
+        work = self._works.pop(ticket, None)
         try:
+            if work is None:
+                raise WeightError(f"weight group epoch {self.rendezvous.epoch} was closed while in use")
             work.wait()
         except RuntimeError as error:
-            waited, epoch = time.monotonic() - started, self.rendezvous.epoch
-            reason = str(error).splitlines()[0]
+            self.broken = True
+            waited, reason, epoch = time.monotonic() - started, _first_line(error), self.rendezvous.epoch
             if "imed out" in reason or "imeout" in reason:
                 raise DeadlineError(f"a member of weight group epoch {epoch}", waited, reason) from error
             raise WeightError(f"weight group epoch {epoch} broke: {reason}") from error
+        finally:
+            del work  # a traceback that keeps this frame must not keep the connection
 
     def close(self) -> None:
-        """Leave; peers that wait for us see the connection close. Idempotent."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        """Leave; peers that wait for us see the connection close. Idempotent, and it never blocks."""
+        leaving = [self._group, self._works]
+        self._group, self._works = None, {}
+        if leaving[0] is not None:  # letting go waits for operations in flight, which end at their deadline
+            threading.Thread(target=leaving.clear, name="weights-leaving").start()
+        del leaving
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -26,6 +26,7 @@ from rollout.weight_group import GlooGroup
 from rollout.weight_spool import Spool, Staged
 from rollout.weight_stream import (
     DIGEST_BYTES,
+    MAGIC,
     PROLOGUE_WORDS,
     DigestTrail,
     buckets,
@@ -37,7 +38,7 @@ from rollout.weight_stream import (
     sealed,
 )
 
-ERRORS: dict[str, type[HeadraceError]] = {"DeadlineError": DeadlineError, "WeightError": WeightError}
+_LARGEST_BUCKET = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,11 @@ def receive(group: GlooGroup, manifest: WeightManifest, spool: Spool, bucket_byt
     head = torch.empty(PROLOGUE_WORDS, dtype=torch.int64)
     group.start_clock()
     group.wait(group.broadcast(head))
-    check_prologue(head, prologue(group.rendezvous.epoch, manifest, bucket_bytes))
+    try:
+        check_prologue(head, prologue(group.rendezvous.epoch, manifest, bucket_bytes))
+    except WeightError:
+        _stay_in_step(group, head)
+        raise
     trail = DigestTrail(manifest)
     plan = buckets(manifest.nbytes, bucket_bytes)
     works = [group.broadcast(data[b.start : b.end]) for b in plan[:1]]
@@ -100,6 +105,17 @@ def receive(group: GlooGroup, manifest: WeightManifest, spool: Spool, bucket_byt
     check_digests(manifest, read_trailer(tail), trail.digests)
     proven = sealed(manifest, trail.digests)
     return Staged(proven, root_digest(proven), place)
+
+
+def _stay_in_step(group: GlooGroup, head: torch.Tensor) -> None:
+    """Let a stream that we refuse pass by, as its own prologue says how long it is: the group stays of use."""
+    magic, _, _, _, nbytes, tensors, bucket_bytes, _ = head.tolist()
+    if magic != MAGIC or not 0 < bucket_bytes <= _LARGEST_BUCKET:
+        return
+    scratch = torch.empty(max(bucket_bytes, DIGEST_BYTES * tensors), dtype=torch.uint8)
+    for bucket in buckets(nbytes, bucket_bytes):
+        group.wait(group.broadcast(scratch[: bucket.end - bucket.start]))
+    group.wait(group.broadcast(scratch[: DIGEST_BYTES * tensors]))
 
 
 class WeightInbox:

@@ -138,6 +138,11 @@ class DigestTrail:
         return list(self._digests)
 
 
+def given_up(n_tensors: int) -> torch.Tensor:
+    """The trailer of a sender that could not finish: it keeps receivers in step and fits no bytes at all."""
+    return torch.full((DIGEST_BYTES * n_tensors,), 255, dtype=torch.uint8)
+
+
 def trailer(digests: Iterable[str]) -> torch.Tensor:
     raw = b"".join(bytes.fromhex(d) for d in digests)
     return torch.from_numpy(np.frombuffer(raw, dtype=np.uint8).copy())
@@ -153,6 +158,8 @@ def check_digests(manifest: WeightManifest, sent: Sequence[str], seen: Sequence[
 
     A digest that the manifest already carries (announced over the control path) must agree as well.
     """
+    if sent and set(sent) == {"ff" * DIGEST_BYTES}:
+        raise WeightError(f"the learner gave up sending version {manifest.version}; it will announce it again")
     for spec, want, have in zip(manifest.tensors, sent, seen, strict=True):
         if want != have or (spec.digest and spec.digest != have):
             raise WeightError(
