@@ -1,8 +1,8 @@
 """The parts of a topology that concern prompts, rewards and the model. Importable without torch or transformers.
 
-    model:   {path: models/smollm2-135m, dtype: bfloat16}
-    prompts: {source: jsonl, path: data/sort3.jsonl, held_out: 64}
-    rewards: [{kind: verifier, name: exact, weight: 1.0}]
+model:   {path: models/smollm2-135m, dtype: bfloat16}
+prompts: {source: jsonl, path: data/sort3.jsonl, held_out: 64}
+rewards: [{kind: verifier, name: exact, weight: 1.0}]
 """
 
 from __future__ import annotations

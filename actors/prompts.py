@@ -1,14 +1,14 @@
 """Ordinal -> Prompt, a pure function of (seed, ordinal): resuming a run needs one integer and no loader state.
 
-    files          ordinal = epoch * n + position; every epoch visits the n training rows once, in its own order
-    reasoning_gym  ordinal = index in an endless stream of fresh questions
-    held-out rows  chosen by content, not by place or seed: the same file gives the same evaluation in every run,
-                   and no question (nor a duplicate of it) is ever on both sides
+files          ordinal = epoch * n + position; every epoch visits the n training rows once, in its own order
+reasoning_gym  ordinal = index in an endless stream of fresh questions
+held-out rows  chosen by content, not by place or seed: the same file gives the same evaluation in every run,
+               and no question (nor a duplicate of it) is ever on both sides
 
-    source = PromptSource.open(config.prompts, config.model, config.run.seed, config.sampling.max_tokens)
-    source.check()            ConfigError before anything heavy starts
-    source.prompt_for(17)     Prompt(ordinal=17, text="sorted([3, 1, 2]) =", token_ids=int32[11], meta={"answer": ...})
-    source.held_out()         [Prompt(ordinal=-1, ...), Prompt(ordinal=-2, ...), ...]
+source = PromptSource.open(config.prompts, config.model, config.run.seed, config.sampling.max_tokens)
+source.check()            ConfigError before anything heavy starts
+source.prompt_for(17)     Prompt(ordinal=17, text="sorted([3, 1, 2]) =", token_ids=int32[11], meta={"answer": ...})
+source.held_out()         [Prompt(ordinal=-1, ...), Prompt(ordinal=-2, ...), ...]
 """
 
 from __future__ import annotations

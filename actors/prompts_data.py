@@ -1,9 +1,9 @@
 """Small data sets made on the spot, each learnable on two CPU cores.
 
-    sort3    sort three digits, one solved example in front; SmolLM2-135M goes from 0.1 to 0.9 in minutes (the demo)
-    letters  a letter to go on from; with the reward `lowercase_share` the tiny random Llama learns it in a few steps
+sort3    sort three digits, one solved example in front; SmolLM2-135M goes from 0.1 to 0.9 in minutes (the demo)
+letters  a letter to go on from; with the reward `lowercase_share` the tiny random Llama learns it in a few steps
 
-    python -m actors.prompts_data sort3 --out data/sort3.jsonl
+python -m actors.prompts_data sort3 --out data/sort3.jsonl
 """
 
 from __future__ import annotations
