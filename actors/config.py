@@ -27,7 +27,7 @@ class ModelConfig(Section):
 class PromptsConfig(Section):
     """Where prompts come from; `actors.prompts.PromptSource` turns an ordinal into one of them."""
 
-    source: Literal["jsonl", "parquet", "reasoning_gym"] = "jsonl"
+    source: Literal["jsonl", "parquet", "reasoning_gym"] = Field("jsonl", description="a file, or generated tasks")
     path: str | None = Field(None, description="the file (jsonl, parquet)")
     held_out: int = Field(0, ge=0, description="prompts set aside for evaluation; never trained on")
     held_out_path: str | None = Field(
@@ -76,7 +76,9 @@ class RewardConfig(Section):
     overlong: DAPO's soft punishment, 0 down to -1 over the last `cache` of `max` tokens.
     """
 
-    kind: Literal["verifier", "function", "length", "overlong"] = "verifier"
+    kind: Literal["verifier", "function", "length", "overlong"] = Field(
+        "verifier", description="how an answer is judged"
+    )
     name: str | None = Field(None, description="the verifier; for other kinds the component's name in the metrics")
     label: str | None = Field(None, description="name in the metrics where one verifier is used twice")
     path: str | None = Field(None, description="import path of a function")

@@ -138,11 +138,10 @@ def _demand(problem: ErrorDetails) -> str:
     value = problem["input"]
     if kind == "literal_error":
         choices = [c.strip().strip("'") for c in ctx["expected"].replace(" or ", ", ").split(",")]
-        near = difflib.get_close_matches(str(value), choices, n=1)
+        near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.7)
         return f"must be {_either(choices)}" + (f"; did you mean {near[0]}?" if near else "")
     if kind in WANTED:
-        quoted = isinstance(value, str) and kind.startswith(("int", "float", "bool")) and _reads_as_number(value)
-        return WANTED[kind] + ("; write it without quotes" if quoted else "")
+        return WANTED[kind] + (_unquoted(value) if isinstance(value, str) and kind[:3] in ("int", "flo", "boo") else "")
     bounds = {
         "greater_than_equal": ("ge", ">="),
         "greater_than": ("gt", ">"),
@@ -165,12 +164,15 @@ def _either(choices: list[str]) -> str:
     return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
-def _reads_as_number(text: str) -> bool:
+def _unquoted(text: str) -> str:
+    """What to write where a number or true / false is wanted and text was given."""
+    if text.lower() in ("yes", "on", "no", "off"):
+        return f"; write {'true' if text.lower() in ('yes', 'on') else 'false'}"
     try:
         float(text)
     except ValueError:
-        return text.lower() in ("true", "false")
-    return True
+        return "; write it without quotes" if text in ("true", "false") else ""
+    return "; write it without quotes"
 
 
 def _shown(value: Any) -> str:

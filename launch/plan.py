@@ -145,7 +145,7 @@ def _warnings(plan: Plan) -> list[str]:
     out: list[str] = []
     config = plan.config
     try:
-        context = config.model.max_context or check_model_dir(config.model.path).context
+        context = min(check_model_dir(config.model.path).context, config.model.max_context or 2**31)
         if config.sampling.max_tokens >= context:
             out.append(
                 f"sampling.max_tokens {config.sampling.max_tokens} leaves no room for a prompt in {context} tokens"

@@ -135,9 +135,7 @@ def _light_roles(config: RunConfig, free: Sequence[_Free], placed: Sequence[Plac
 
 def _shared(role: Role, index: int, first: _Free, lender: Placement) -> Placement:
     if first.cores:  # something is left over: it is nobody's, so nobody is disturbed
-        return Placement(
-            role, index, first.host.name, tuple(sorted(first.cores)), shares_with="whoever else needs little"
-        )
+        return Placement(role, index, first.host.name, tuple(sorted(first.cores)), shares_with="small roles")
     cores = lender.cores if lender.host == first.host.name else first.host.cores
     return Placement(role, index, first.host.name, cores, shares_with=lender.name)
 

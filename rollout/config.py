@@ -18,8 +18,8 @@ class SamplingConfig(Section):
 
     group_size: int = Field(8, ge=1, description="answers per prompt (G)")
     max_tokens: int = Field(256, ge=1, description="token budget of one answer")
-    temperature: float = Field(1.0, gt=0.0, le=4.0)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    temperature: float = Field(1.0, gt=0.0, le=4.0, description="logits are divided by it, on both sides")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="share of the probability to sample from; 1 is all of it")
     top_k: int = Field(0, ge=0, description="0 turns it off")
     stop: tuple[str, ...] = Field((), description="strings that end an answer; they stay in its tokens")
 
@@ -48,8 +48,8 @@ class QueueConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the engines."""
 
-    plane: Literal["auto", "nccl", "gloo", "ipc", "store"] = "auto"
-    bucket_mb: int = Field(8, ge=1)
+    plane: Literal["auto", "nccl", "gloo", "ipc", "store"] = Field("auto", description="the path that weights take")
+    bucket_mb: int = Field(8, ge=1, description="bytes under way at once, per side: two buckets of this many MB")
     timeout_s: float = Field(60.0, gt=0, description="deadline of every collective and call of one update")
     kv_policy: Literal["keep", "recompute", "salt"] = Field(
         "salt", description="what happens to cached KV of old weights"
