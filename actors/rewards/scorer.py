@@ -39,7 +39,7 @@ def build(
 ) -> Scorer:
     """A running Scorer. Raises ConfigError when a component cannot be loaded; nothing is left running then."""
     _refuse_duplicates(rewards)
-    scorer = Scorer(rewards, emit or _nobody, processes, log_dir)
+    scorer = Scorer(rewards, _nobody if emit is None else emit, processes, log_dir)
     try:
         scorer.start()
     except BaseException:
