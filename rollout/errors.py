@@ -65,3 +65,7 @@ class WeightError(HeadraceError):
 
 class EngineError(HeadraceError):
     """The inference engine died, or its weights are in no known state; it must be replaced or updated."""
+
+
+class DivergedError(HeadraceError):
+    """Learning cannot go on: gradients were not finite for several steps in a row. Names the ordinals in them."""

@@ -1,0 +1,170 @@
+"""Attention over packed micro-batches: each block of `learner.packing` attends by itself, nothing in between.
+
+transformers calls `packed_attention` in every layer (registered under the names below); the layout of the
+micro-batch travels as the keyword `layout`. Two kernels give the same numbers:
+
+    eager   matmuls and a softmax in float32, recomputed in backward: no [heads, T, T] tensor is ever kept
+    sdpa    torch's scaled_dot_product_attention per block
+
+Legend: T tokens, H query heads, K key heads, R = H / K, D head width, q and k queries and keys of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learner.packing import Block
+
+NAMES = {"eager": "headrace_eager", "sdpa": "headrace_sdpa"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockMask:
+    """One block on the device: its slices and the additive mask [q, k] (0 or -inf, float32)."""
+
+    start: int
+    stop: int
+    prefix_start: int
+    prefix_stop: int
+    bias: Tensor
+
+    def keys(self, states: Tensor) -> Tensor:
+        """[K, T, D] -> [K, k, D], the keys this block may see."""
+        own = states[:, self.start : self.stop]
+        if self.prefix_start == self.prefix_stop:
+            return own
+        return torch.cat([states[:, self.prefix_start : self.prefix_stop], own], dim=1)
+
+    def add_keys(self, into: Tensor, grad: Tensor) -> None:
+        """The transpose of `keys`: scatter a gradient [K, k, D] back into [K, T, D]."""
+        n_prefix = self.prefix_stop - self.prefix_start
+        if n_prefix:
+            into[:, self.prefix_start : self.prefix_stop] += grad[:, :n_prefix]
+        into[:, self.start : self.stop] += grad[:, n_prefix:]
+
+
+Masks = tuple[BlockMask, ...]
+
+
+def masks_of(blocks: Sequence[Block], device: torch.device) -> Masks:
+    """Build the additive masks of a micro-batch once; all layers share them."""
+    made = []
+    for b in blocks:
+        allowed = torch.from_numpy(b.mask()).to(device)
+        bias = torch.zeros(allowed.shape, dtype=torch.float32, device=device).masked_fill_(~allowed, float("-inf"))
+        made.append(BlockMask(b.start, b.stop, b.prefix_start, b.prefix_stop, bias))
+    return tuple(made)
+
+
+class _EagerBlocks(torch.autograd.Function):
+    """softmax(q k^T * scale + bias) v per block; keeps q, k, v, the output and log-sum-exp, recomputes the rest."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, masks: Masks) -> Tensor:
+        heads, tokens, width = query.shape
+        kv_heads = key.shape[0]
+        out = torch.empty_like(query)
+        normals = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
+        for m in masks:
+            q = query[:, m.start : m.stop].reshape(kv_heads, -1, width)
+            scores = _scores(q, m.keys(key), scale, m.bias)
+            normal = torch.logsumexp(scores, dim=-1, keepdim=True)
+            weights = scores.sub_(normal).exp_().to(value.dtype)
+            out[:, m.start : m.stop] = torch.bmm(weights, m.keys(value)).view(heads, -1, width)
+            normals[:, m.start : m.stop] = normal.view(heads, -1)
+        ctx.save_for_backward(query, key, value, out, normals)
+        ctx.scale, ctx.masks = scale, masks
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, normals = ctx.saved_tensors
+        heads, _, width = query.shape
+        kv_heads, grad = key.shape[0], grads[0]
+        d_query = torch.empty_like(query)
+        d_key, d_value = torch.zeros_like(key), torch.zeros_like(value)
+        inner = (grad.float() * out.float()).sum(-1)  # [H, T]
+        for m in ctx.masks:
+            rows = slice(m.start, m.stop)
+            q = query[:, rows].reshape(kv_heads, -1, width)
+            g = grad[:, rows].reshape(kv_heads, -1, width)
+            k, v = m.keys(key), m.keys(value)
+            weights = _scores(q, k, ctx.scale, m.bias).sub_(normals[:, rows].reshape(kv_heads, -1, 1)).exp_()
+            m.add_keys(d_value, torch.bmm(weights.to(g.dtype).transpose(1, 2), g))
+            d_scores = torch.bmm(g, v.transpose(1, 2)).float().sub_(inner[:, rows].reshape(kv_heads, -1, 1))
+            d_scores = d_scores.mul_(weights).mul_(ctx.scale).to(q.dtype)
+            d_query[:, rows] = torch.bmm(d_scores, k).view(heads, -1, width)
+            m.add_keys(d_key, torch.bmm(d_scores.transpose(1, 2), q))
+        return d_query, d_key, d_value, None, None
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, bias: Tensor) -> Tensor:
+    """[K, R*q, D] x [K, k, D] -> float32 [K, R*q, k], scaled and masked."""
+    scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scale)
+    scores.view(scores.shape[0], -1, *bias.shape).add_(bias)
+    return scores
+
+
+def _sdpa_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float, masks: Masks) -> Tensor:
+    parts = []
+    repeats = query.shape[0] // key.shape[0]
+    for m in masks:
+        k, v = m.keys(key), m.keys(value)
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, 0), v.repeat_interleave(repeats, 0)
+        q = query[:, m.start : m.stop]
+        bias = m.bias.to(q.dtype)
+        parts.append(
+            torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=bias, scale=scale)[0]
+        )
+    return torch.cat(parts, dim=1)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, K, T, D]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    layout: Masks | None = None,
+    sliding_window: int | None = None,
+    kernel: str = "eager",
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls. Returns [1, T, H, D]."""
+    if layout is None:
+        raise ValueError("packed attention was called without `layout`: pass masks_of(batch.blocks) to the model")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if kernel == "eager":
+        out = _EagerBlocks.apply(query[0], key[0], value[0], scale, layout)
+    else:
+        out = _sdpa_blocks(query[0], key[0], value[0], scale, layout)
+    return out.transpose(0, 1).unsqueeze(0), None
+
+
+def _eager(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return packed_attention(module, *args, kernel="eager", **kwargs)
+
+
+def _sdpa(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    return packed_attention(module, *args, kernel="sdpa", **kwargs)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """The blocks carry the mask; transformers need not build one."""
+
+
+def register() -> None:
+    """Make both kernels known to transformers (idempotent)."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for kernel, function in (("eager", _eager), ("sdpa", _sdpa)):
+        AttentionInterface.register(NAMES[kernel], function)
+        AttentionMaskInterface.register(NAMES[kernel], _no_mask)

@@ -1,0 +1,165 @@
+"""The policy as one module: token ids in, log-probs of the wanted targets out. The logits never exist as a whole.
+
+    MicroBatch -> Inputs (tensors on the device) -> PolicyModule -> PolicyOutput(logprobs [N], entropy [N])
+
+The head is applied inside `forward`, so that ZeRO-3 gathers it like any other parameter, and only to the N positions
+that have a loss. Any Hugging Face causal language model of the usual make (a trunk and `lm_head`) will do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from learner import attention
+from learner.config import LearnerConfig
+from learner.logprobs import chunked_logprobs
+from learner.packing import Layout, MicroBatch
+from rollout.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs:
+    """A micro-batch on the device. T flat positions in `shape` = (rows, width); N positions with loss."""
+
+    token_ids: Tensor  # [rows, width]
+    position_ids: Tensor  # [rows, width]
+    predict_at: Tensor  # [N] into the flat T
+    targets: Tensor  # [N]
+    masks: attention.Masks | None  # None where padded
+    attention_mask: Tensor | None  # [rows, width] where padded
+
+    @staticmethod
+    def of(batch: MicroBatch, device: torch.device) -> Inputs:
+        ids = torch.from_numpy(batch.token_ids).to(device).view(batch.shape)
+        padded = bool(batch.lengths)
+        rows = None
+        if padded:
+            lengths = torch.tensor(batch.lengths, device=device)
+            rows = (torch.arange(batch.shape[1], device=device) < lengths[:, None]).long()
+        return Inputs(
+            token_ids=ids,
+            position_ids=torch.from_numpy(batch.position_ids).to(device).view(batch.shape),
+            predict_at=torch.from_numpy(batch.predict_at).to(device),
+            targets=torch.from_numpy(batch.targets).to(device),
+            masks=None if padded else attention.masks_of(batch.blocks, device),
+            attention_mask=rows,
+        )
+
+
+class PolicyOutput(NamedTuple):
+    """logprobs [N] and entropy [N], float32; hidden [N, D] is what a value head reads."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    hidden: Tensor
+
+
+class PolicyModule(nn.Module):
+    """A causal language model that answers only what the loss asks for."""
+
+    def __init__(self, model: nn.Module, head_chunk: int = 0, head_float32: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.head_chunk = head_chunk or max(16, (8 << 20) // model.config.get_text_config().vocab_size)
+        self.head_float32 = head_float32
+
+    @property
+    def base(self) -> nn.Module:
+        """The language model itself, without peft's wrapping."""
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+    def forward(self, inputs: Inputs, temperature: float) -> PolicyOutput:
+        base = self.base
+        extra: dict[str, Any] = {"layout": inputs.masks} if inputs.masks is not None else {}
+        hidden = base.get_decoder()(
+            input_ids=inputs.token_ids,
+            position_ids=inputs.position_ids,
+            attention_mask=inputs.attention_mask,
+            use_cache=False,
+            **extra,
+        ).last_hidden_state
+        states = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.predict_at)
+        head = base.get_output_embeddings()
+        logprobs, entropy = chunked_logprobs(
+            states, head.weight, inputs.targets, temperature, self.head_chunk, head.bias, self.head_float32
+        )
+        return PolicyOutput(logprobs, entropy, states)
+
+
+def layout_of(config: LearnerConfig) -> Layout:
+    """Which of the three layouts the configuration asks for."""
+    if config.packing == "padded":
+        return "padded"
+    return "shared" if config.share_prompts else "packed"
+
+
+def load_policy(model_dir: str | Path, config: LearnerConfig, device: torch.device) -> PolicyModule:
+    """The model of a directory, ready to train: weights in the compute type, attention for the layout, adapters."""
+    from transformers import AutoModelForCausalLM
+
+    kernel = _kernel(config, device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(model_dir), dtype=DTYPES[config.compute_dtype], attn_implementation=kernel, local_files_only=True
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path {str(model_dir)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    _refuse_unpackable(model, config)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    if config.lora_rank:
+        model = _with_adapters(model, config)
+    return PolicyModule(model, config.head_chunk, config.head_float32).to(device)
+
+
+def _kernel(config: LearnerConfig, device: torch.device) -> str:
+    """The name transformers knows the attention by."""
+    attention.register()
+    name = config.attention
+    if name == "auto":
+        name = "eager" if device.type == "cpu" else "sdpa"
+    if config.packing == "padded":
+        return {"flash": "flash_attention_2", "flex": "flex_attention"}.get(name, name)
+    if name == "flash":
+        raise ConfigError(
+            "topology.learner.attention: 'flash' has no packed form here; use 'sdpa' or 'flex', or packing: padded"
+        )
+    return attention.NAMES[name]
+
+
+def _refuse_unpackable(model: nn.Module, config: LearnerConfig) -> None:
+    text = model.config.get_text_config()
+    if (
+        config.packing != "padded"
+        and getattr(text, "sliding_window", None)
+        and getattr(text, "use_sliding_window", True)
+    ):
+        raise ConfigError(
+            f"{type(model).__name__} attends through a sliding window of {text.sliding_window} tokens, which packed "
+            "attention does not know; set topology.learner.packing: padded"
+        )
+
+
+def _with_adapters(model: nn.Module, config: LearnerConfig) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    targets = list(config.lora_targets) or "all-linear"
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=targets,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
+    adapted = get_peft_model(model, lora, autocast_adapter_dtype=False)
+    if config.gradient_checkpointing:
+        adapted.enable_input_require_grads()
+    return adapted
