@@ -79,6 +79,7 @@ class Trajectory:
     loss_mask is True where the model itself produced the token and the learner may train on it (False on
     tool output). behaviour_logprobs are those of the engine at sampling time, at the sampling temperature.
     extras holds optional per-token arrays of first dimension L (entropy, kept_mass, routed_experts, ...).
+    notes holds what belongs to the answer as a whole, in plain values (turn boundaries, tool results, image references).
     """
 
     token_ids: Int32
@@ -88,6 +89,7 @@ class Trajectory:
     status: Status
     verdict: Verdict | None = None
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+    notes: Mapping[str, object] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -1,0 +1,134 @@
+"""The files of a journal: numbered segments of checksummed records.
+
+    journal/00000001.segment = "HEADRACE-JOURNAL-1\\n" record record ...
+    record = magic "HRec" | crc32 of what follows | meta length u32 | body length u64 | meta | body
+
+The first record of each segment is a snapshot of everything before it, so recovery reads the newest segment only. `meta`
+is msgpack; `body` is the raw arrays of one group, referred to by `Ref` and read back on demand.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollout.errors import QueueError
+from rollout.wire import Buffer
+
+TITLE = b"HEADRACE-JOURNAL-1\n"
+HEAD = struct.Struct("<4sIIQ")
+MAGIC = b"HRec"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """Where a record lies: Ref(segment=3, offset=19, meta=118, body=4096)."""
+
+    segment: int
+    offset: int
+    meta: int
+    body: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + HEAD.size + self.meta + self.body
+
+
+@dataclass(slots=True)
+class Tail:
+    """How a scan ended: bytes that are good, bytes after them, and why those are not."""
+
+    good: int = 0
+    dropped: int = 0
+    why: str = ""
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / f"{number:08d}.segment"
+
+
+def segment_numbers(folder: Path) -> list[int]:
+    return sorted(int(p.stem) for p in folder.glob("*.segment") if p.stem.isdigit())
+
+
+def checksum(meta: Buffer, body: Sequence[Buffer]) -> int:
+    """The lengths are part of it: the head's crc covers everything behind it."""
+    crc = zlib.crc32(struct.pack("<IQ", len(meta), sum(len(b) for b in body)))
+    crc = zlib.crc32(meta, crc)
+    for piece in body:
+        crc = zlib.crc32(piece, crc)
+    return crc
+
+
+def record_head(meta: Buffer, body: Sequence[Buffer]) -> bytes:
+    return HEAD.pack(MAGIC, checksum(meta, body), len(meta), sum(len(b) for b in body))
+
+
+def scan(folder: Path, number: int, tail: Tail, verify: bool = True) -> Iterator[tuple[memoryview, Ref]]:
+    """(meta, ref) of each good record, in order; stops at the first torn one and leaves the account in `tail`.
+
+    The metas are views of the mapped file: use them before the next one is asked for.
+    """
+    with open(segment_path(folder, number), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < len(TITLE) or file.read(len(TITLE)) != TITLE:
+            tail.dropped, tail.why = size, "the title is missing"
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+            at = tail.good = len(TITLE)
+            while at < size:
+                ref, why = _record(view, number, at, size, verify)
+                if ref is None:
+                    tail.dropped, tail.why = size - at, why
+                    return
+                meta_at = at + HEAD.size
+                with view[meta_at : meta_at + ref.meta] as meta:
+                    yield meta, ref
+                at = tail.good = ref.end
+
+
+def _record(view: memoryview, number: int, at: int, size: int, verify: bool) -> tuple[Ref | None, str]:
+    if size - at < HEAD.size:
+        return None, "a record's head is cut off"
+    magic, crc, meta, body = HEAD.unpack_from(view, at)
+    ref = Ref(number, at, meta, body)
+    if magic != MAGIC:
+        return None, "no record starts here"
+    if ref.end > size:
+        return None, f"a record of {ref.end - at} bytes is cut off after {size - at}"
+    if verify:
+        split = at + HEAD.size + meta
+        with view[at + HEAD.size : split] as front, view[split : ref.end] as back:
+            if checksum(front, (back,)) != crc:
+                return None, "a record's checksum is wrong"
+    return ref, ""
+
+
+def read_record(folder: Path, ref: Ref) -> tuple[memoryview, memoryview]:
+    """(meta, body) of one record. Raises QueueError if the disk no longer holds what was written."""
+    fd = os.open(segment_path(folder, ref.segment), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = memoryview(_pread_all(fd, ref.end - ref.offset, ref.offset))
+    finally:
+        os.close(fd)
+    if len(data) == ref.end - ref.offset:
+        _, crc, _, _ = HEAD.unpack_from(data)
+        meta, body = data[HEAD.size : HEAD.size + ref.meta], data[HEAD.size + ref.meta :]
+        if checksum(meta, (body,)) == crc:
+            return meta, body
+    raise QueueError(
+        f"{segment_path(folder, ref.segment)} is damaged at byte {ref.offset}: a record fails its checksum"
+    )
+
+
+def _pread_all(fd: int, n: int, offset: int) -> bytes:
+    pieces = []
+    while n and (piece := os.pread(fd, n, offset)):
+        pieces.append(piece)
+        n, offset = n - len(piece), offset + len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)

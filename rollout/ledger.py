@@ -1,0 +1,469 @@
+"""The ledger: every ordinal is trained exactly once, or dropped with a named reason. No I/O, no clock of its own.
+
+    who            calls                      waits while                               unblocked by
+    rollout actor  lease -> submit            the slots are out                         release, a drop
+    reward actor   lease_scoring -> score     nothing is generated                      submit
+    learner        take -> trained            fewer than P groups with signal, or one   score; expire, which ends
+                                              about to grow too old, are ready          every lease sooner or later
+    learner        release -> commit          never
+    the server     expire (every second)      never
+
+Each command first checks everything it needs, then states what happened as facts; `_apply` is the only code that
+changes anything. A refused command has changed nothing, and replaying the facts rebuilds the ledger exactly.
+
+Why staleness <= S. Version v means v steps. A group occupies a slot from its first lease until the weights of the step
+that trained it are live. At a lease under live version v at most (S+1)*P groups occupy slots, those of steps v, v+1, ...
+among them, so the untaken ones fit into the steps up to v+S. `take` keeps it so: it never leaves behind more groups
+than the following steps can hold before they are too old (rollout/selection.py), and it drops what is too old anyhow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+
+from rollout.errors import Drained, LedgerError, QueueError
+from rollout.ledger_facts import (
+    Committed,
+    Draining,
+    Dropped,
+    Fact,
+    Generated,
+    Judged,
+    Leased,
+    Noticed,
+    Released,
+    Returned,
+    Rewound,
+    Taken,
+    Trained,
+)
+from rollout.ledger_states import Entry, Lease, LedgerSettings, State
+from rollout.selection import Waiting, choose, has_signal, n_scored, shares
+from rollout.types import Verdict
+
+HELD = (State.ISSUED, State.LEASED, State.GENERATED, State.SCORED, State.TAKEN)  # these occupy slots, and more may
+
+
+class Ledger:
+    """See the map above. `facts` collects what happened since the owner last cleared it, to be journalled."""
+
+    def __init__(self, settings: LedgerSettings) -> None:
+        self.settings = settings
+        self.entries: dict[int, Entry] = {}  # live ordinals, oldest first
+        self.untaken: dict[int, Entry] = {}  # those of them that belong to no step yet
+        self.plan: dict[int, tuple[int, ...]] = {}  # step -> its groups, until committed
+        self.unreleased: dict[int, int] = {}  # step -> trained groups that still occupy slots
+        self.issued = 0  # ordinals ever leased; also the next new one
+        self.next_step = 0  # the first step without groups
+        self.version = 0  # steps trained
+        self.live = 0  # the version that the engines serve
+        self.committed_steps = 0
+        self.counts: Counter[State] = Counter()
+        self.dropped: Counter[str] = Counter()
+        self.refilled: Counter[str] = Counter()  # drops for want of signal since the last new step
+        self.noticed = False  # said once per step that nothing has signal
+        self.rewinds: list[str] = []
+        self.draining: str | None = None
+        self.poison: deque[tuple[int, str]] = deque(maxlen=100)
+        self.facts: list[Fact] = []
+
+    # ---- rollout actors
+
+    def lease(self, n: int, holder: str, key: str, now: float) -> list[Lease]:
+        """Up to n ordinals, returned ones first; the same request asked twice gets the same leases.
+
+        [] while the slots are out. Raises Drained when there will never be another.
+        """
+        found = [e.ordinal for e in self.untaken.values() if e.state is State.LEASED and e.key == key]
+        if not found:
+            found = self._leasable(n)
+            if not found and self.ending and not self._unfinished(State.ISSUED, State.LEASED):
+                raise Drained(self.ending)
+            if found:
+                attempts = tuple(self.entries[o].attempt + 1 if o in self.entries else 0 for o in found)
+                self._record(Leased(tuple(found), attempts, holder, key, self.live))
+        for ordinal in found:
+            entry = self.entries[ordinal]
+            entry.deadline = now + self.settings.lease_s
+            entry.first_lease = min(entry.first_lease, now)
+        return [Lease(o, self.entries[o].attempt, self.settings.lease_s) for o in found]
+
+    def _leasable(self, n: int) -> list[int]:
+        """Ordinals that may be leased now, oldest first. A returned one still occupies its slot."""
+        room = self.settings.slots - self.occupied
+        waiting = (
+            [e.ordinal for e in self.untaken.values() if e.state is State.ISSUED] if self.counts[State.ISSUED] else []
+        )
+        if room < 0:  # a restarted learner must first train what it had taken
+            return []
+        if self.draining:
+            return waiting[:n]
+        if self.settings.max_steps is not None:
+            still_needed = (self.settings.max_steps - self.next_step) * self.settings.groups_per_step
+            room = min(room, still_needed - len(self.untaken))
+        new = max(0, min(n - len(waiting), room))
+        return (waiting + list(range(self.issued, self.issued + new)))[:n]
+
+    def submit(self, ordinal: int, attempt: int, holder: str, n_tokens: int, oldest_version: int, now: float) -> str:
+        """ "accepted" (store the payload), "duplicate" or "late" (both: forget it). Raises LedgerError."""
+        outcome = self.check_submit(ordinal, attempt, holder)
+        if outcome == "accepted":
+            self._record(Generated(ordinal, attempt, n_tokens, oldest_version))
+        return outcome
+
+    def check_submit(self, ordinal: int, attempt: int, holder: str) -> str:
+        """What `submit` would answer; changes nothing."""
+        entry = self._known(ordinal, "submit")
+        if entry is None or attempt < entry.attempt:
+            return "late"  # dropped meanwhile, or another holds it: normal after an expired lease
+        if attempt > entry.attempt:
+            raise LedgerError(ordinal, entry.state, "submit", f"attempt {attempt} was never leased")
+        if holder != entry.holder:
+            raise LedgerError(ordinal, entry.state, "submit", f"leased to {entry.holder}, not to {holder}")
+        return "accepted" if entry.state in (State.LEASED, State.ISSUED) else "duplicate"
+
+    def give_back(self, leases: Mapping[int, int], holder: str, reason: str, failed: bool = True) -> None:
+        """End leases {ordinal: attempt} without a group. Those that ended already are left alone."""
+        mine = []
+        for ordinal, attempt in leases.items():
+            entry = self._known(ordinal, "give back")
+            if entry and entry.state is State.LEASED and (entry.attempt, entry.holder) == (attempt, holder):
+                mine.append(ordinal)
+        self._return(mine, reason, failed)
+
+    def renew(self, holder: str, leases: Mapping[int, int], scoring: Iterable[int], now: float) -> None:
+        """A heartbeat: the holder still works on these. Leases it does not name run out."""
+        for ordinal, attempt in leases.items():
+            entry = self.entries.get(ordinal)
+            if entry and entry.state is State.LEASED and (entry.attempt, entry.holder) == (attempt, holder):
+                entry.deadline = now + self.settings.lease_s
+        for ordinal in scoring:
+            entry = self.entries.get(ordinal)
+            if entry and entry.state is State.GENERATED and entry.scorer == holder:
+                entry.deadline = now + self.settings.lease_s
+
+    # ---- reward actors
+
+    def lease_scoring(self, n: int, holder: str, key: str, now: float) -> list[int]:
+        """Up to n generated ordinals to score, oldest first. Not journalled: after a restart they are leased again."""
+        if self.ending and not self._unfinished(State.ISSUED, State.LEASED, State.GENERATED):
+            raise Drained(self.ending)
+        if not self.counts[State.GENERATED]:
+            return []
+        generated = [e for e in self.untaken.values() if e.state is State.GENERATED]
+        found = [e for e in generated if e.scoring_key == key] or [e for e in generated if not e.scorer][:n]
+        for entry in found:
+            entry.scorer, entry.scoring_key, entry.deadline = holder, key, now + self.settings.lease_s
+        return [e.ordinal for e in found]
+
+    def check_score(self, ordinal: int, n_verdicts: int) -> str:
+        """ "accepted", "duplicate" or "late"; raises LedgerError; changes nothing."""
+        entry = self._known(ordinal, "score")
+        if entry is None:
+            return "late"
+        if n_verdicts != self.settings.group_size:
+            detail = f"{n_verdicts} verdicts for {self.settings.group_size} trajectories"
+            raise LedgerError(ordinal, entry.state, "score", detail)
+        if entry.state in (State.ISSUED, State.LEASED):
+            raise LedgerError(ordinal, entry.state, "score", "nothing was generated yet")
+        return "accepted" if entry.state is State.GENERATED else "duplicate"
+
+    def score(self, ordinal: int, verdicts: Sequence[Verdict], now: float) -> str:
+        """The first verdicts win. A group without signal is dropped at once, so that its slot is free at once."""
+        outcome = self.check_score(ordinal, len(verdicts))
+        if outcome == "accepted":
+            self._record(Judged(ordinal, tuple(verdicts)))
+            self._want_signal(ordinal, verdicts)
+        return outcome
+
+    def _want_signal(self, ordinal: int, verdicts: Sequence[Verdict]) -> None:
+        s = self.settings
+        if n_scored(verdicts) < s.min_viable:
+            self._drop([ordinal], "too_few_scored")
+        elif s.zero_signal == "drop" and not has_signal(verdicts, s.metric):
+            if self.refilled["zero_signal"] < s.max_refills * s.groups_per_step:
+                self._drop([ordinal], "zero_signal")
+            elif not self.noticed:
+                lost = self.refilled["zero_signal"]
+                self._record(Noticed("no_signal", f"step {self.next_step} trains without: {lost} groups had none"))
+
+    # ---- the learner
+
+    def take(self, step: int, now: float) -> tuple[int, ...] | Waiting:
+        """The groups of `step`: the same ones whenever it is asked. Raises Drained, QueueError."""
+        if step < self.next_step:
+            return self._take_again(step)
+        if step > self.next_step:
+            raise QueueError(f"step {step} cannot be taken: the next one is step {self.next_step}")
+        too_old = [
+            e.ordinal
+            for e in self.untaken.values()
+            if e.state in (State.GENERATED, State.SCORED) and step - e.version > self.settings.bound
+        ]
+        self._drop(too_old, "stale")
+        if self.ending and not self.untaken:
+            raise Drained(self.ending)
+        failed, s = self.refilled["too_few_scored"], self.settings
+        if failed > s.max_refills * s.groups_per_step:
+            raise QueueError(
+                f"step {step}: {failed} groups in a row had fewer than min_viable = {s.min_viable} scored answers; "
+                "look at the rewards (events.jsonl), then run again with --resume"
+            )
+        if self.counts[State.SCORED] < s.groups_per_step:
+            return Waiting.for_more(step, self.untaken.values(), s)
+        chosen = choose(step, self.untaken.values(), self.live, s)
+        if isinstance(chosen, Waiting):
+            return chosen
+        self._record(Taken(step, chosen))
+        self._end_if_nothing_is_left()
+        return chosen
+
+    def _take_again(self, step: int) -> tuple[int, ...]:
+        groups = self.plan.get(step)
+        if groups is None:
+            raise QueueError(f"step {step} cannot be taken again: steps before {self.committed_steps} are committed")
+        if any(self.entries[o].state is State.SCORED for o in groups):
+            self._record(Taken(step, groups))
+        return groups
+
+    def share(self, step: int, rank: int, world: int) -> tuple[int, ...]:
+        """The part of a taken step that `rank` trains: token balanced, oldest first, the same whenever it is asked."""
+        if not 0 <= rank < world:
+            raise QueueError(f"rank {rank} of {world} does not exist")
+        tokens = {o: self.entries[o].n_tokens for o in self.plan[step]}
+        return shares(tokens, world)[rank]
+
+    def trained(self, step: int, version: int, skipped: Iterable[int] = ()) -> None:
+        """The optimizer step is done; groups the learner left out are dropped. Saying it twice changes nothing."""
+        if version != step + 1:
+            raise QueueError(f"step {step} makes version {step + 1}, not {version}")
+        if step < self.version:
+            return
+        if step > self.version or step not in self.plan:
+            raise QueueError(f"step {step} cannot be trained: the next one is step {self.version}")
+        states = {o: self.entries[o].state for o in self.plan[step]}
+        for ordinal in (*skipped, *states):
+            if states.get(ordinal) is not State.TAKEN:
+                raise LedgerError(ordinal, states.get(ordinal, f"not of step {step}"), "be trained")
+        self._drop(skipped, "skipped_by_learner")
+        self._record(Trained(step))
+
+    def release(self, version: int) -> None:
+        """The engines serve `version`: the slots of the steps before it are free. Never goes back."""
+        if version > self.version:
+            raise QueueError(f"version {version} cannot be live: the learner has made {self.version}")
+        if version > self.live:
+            self._record(Released(version))
+
+    def commit(self, step: int) -> None:
+        """A durable checkpoint contains `step`: what was trained up to it may be forgotten."""
+        if step >= self.version:
+            raise QueueError(f"step {step} cannot be committed: steps before {self.version} are trained")
+        if step >= self.committed_steps:
+            self._record(Committed(step))
+
+    def restarted(self, version: int, key: str) -> None:
+        """The learner starts again from the checkpoint of `version`: later steps are to be taken again, unchanged."""
+        if key in self.rewinds:
+            return
+        if version < self.committed_steps:
+            raise QueueError(
+                f"the learner cannot restart from version {version}: steps before {self.committed_steps} are committed "
+                f"and forgotten; resume from a checkpoint of version {self.committed_steps} or later"
+            )
+        if version > self.next_step:
+            raise QueueError(
+                f"the learner cannot restart from version {version}: the journal ends before step {self.next_step}; "
+                f"it has lost acknowledged records (durability 'os' and a power cut?), or belongs to another run"
+            )
+        self._record(Rewound(version, key))
+
+    # ---- ends
+
+    def drop(self, ordinals: Iterable[int], reason: str) -> None:
+        """Take ordinals out of the run. Those that are settled already are left alone."""
+        known = [o for o in dict.fromkeys(ordinals) if self._known(o, "drop")]
+        for ordinal in known:
+            if self.entries[ordinal].state is State.TRAINED:
+                raise LedgerError(ordinal, State.TRAINED, "drop")
+        self._drop(known, reason)
+
+    def drain(self, reason: str) -> None:
+        """No new ordinals: whole steps are still finished, the rest is dropped as "run_ended"."""
+        if not self.draining:
+            self._record(Draining(reason))
+            self._end_if_nothing_is_left()
+
+    def expire(self, now: float) -> None:
+        """End leases past their deadline and drop what takes too long. The owner calls this about once a second."""
+        unfinished = [e for e in self.untaken.values() if e.state is not State.SCORED]
+        limit = self.settings.group_deadline_s
+        self._drop([e.ordinal for e in unfinished if now - e.first_lease > limit], "group_deadline")
+        overdue = [e for e in unfinished if now > e.deadline and e.ordinal in self.untaken]
+        self._return([e.ordinal for e in overdue if e.state is State.LEASED], "expired", failed=True)
+        for entry in overdue:
+            if entry.state is State.GENERATED and entry.scorer:
+                entry.scorer = entry.scoring_key = ""
+                entry.scoring_failures += 1
+                if entry.scoring_failures >= self.settings.max_attempts:
+                    self._drop([entry.ordinal], "scoring_failed")
+
+    def resume(self, now: float) -> None:
+        """After a replay: every lease gets a fresh deadline, since nobody knows how long the server was away."""
+        for entry in self.untaken.values():
+            entry.first_lease, entry.deadline = now, now + self.settings.lease_s
+
+    # ---- what is so
+
+    @property
+    def occupied(self) -> int:
+        """Slots in use, counted from what the ledger holds now and from nothing else."""
+        return sum(self.counts[state] for state in HELD) + sum(self.unreleased.values())
+
+    @property
+    def _all_taken(self) -> bool:
+        return self.settings.max_steps is not None and self.next_step >= self.settings.max_steps
+
+    @property
+    def ending(self) -> str | None:
+        """Why no new ordinal will be issued, or None."""
+        return f"all {self.settings.max_steps} steps are taken" if self._all_taken else self.draining
+
+    @property
+    def ended(self) -> bool:
+        """No group will ever again be generated or taken for a new step."""
+        return self.ending is not None and not self.untaken
+
+    def balance(self) -> dict[str, int]:
+        """Ordinals by state; `issued_total` equals the sum of the others, at every instant."""
+        by_state = {str(s): self.counts[s] for s in State if s is not State.DROPPED}
+        return {"issued_total": self.issued, **by_state, "dropped": sum(self.dropped.values())}
+
+    @property
+    def conserved(self) -> bool:
+        total = self.balance()
+        return total.pop("issued_total") == sum(total.values())
+
+    def _unfinished(self, *states: State) -> bool:
+        return any(self.counts[s] for s in states)
+
+    def _known(self, ordinal: int, transition: str) -> Entry | None:
+        """The entry, or None if it is settled (committed or dropped)."""
+        if not 0 <= ordinal < self.issued:
+            raise LedgerError(ordinal, "unknown", transition, f"ordinals up to {self.issued - 1} were issued")
+        return self.entries.get(ordinal)
+
+    # ---- from here on: saying what happened, and making it so
+
+    def _return(self, ordinals: Sequence[int], reason: str, failed: bool) -> None:
+        poisoned = [o for o in ordinals if failed and self.entries[o].failures + 1 >= self.settings.max_attempts]
+        returned = tuple(o for o in ordinals if o not in poisoned)
+        if returned:
+            self._record(Returned(returned, reason, failed))
+        self.poison.extend((o, reason) for o in poisoned)
+        self._drop(poisoned, "poison")
+
+    def _drop(self, ordinals: Iterable[int], reason: str) -> None:
+        if gone := tuple(o for o in ordinals if o in self.entries):
+            self._record(Dropped(gone, reason))
+            self._end_if_nothing_is_left()
+
+    def _end_if_nothing_is_left(self) -> None:
+        """Once draining, groups that cannot fill a step are dropped: the run ends instead of waiting for ever."""
+        too_few = len(self.untaken) < self.settings.groups_per_step
+        if self.untaken and (self._all_taken or (self.draining and too_few)):
+            self._record(Dropped(tuple(self.untaken), "run_ended"))
+
+    def _record(self, fact: Fact) -> None:
+        self.apply(fact)
+        self.facts.append(fact)
+
+    def apply(self, fact: Fact) -> None:
+        """Make a fact so. Replay calls this too: it checks nothing and decides nothing."""
+        getattr(self, "_apply_" + type(fact).__name__.lower())(fact)
+
+    def _move(self, entry: Entry, state: State) -> None:
+        self.counts[entry.state] -= 1
+        self.counts[state] += 1
+        entry.state = state
+
+    def _apply_leased(self, fact: Leased) -> None:
+        for ordinal, attempt in zip(fact.ordinals, fact.attempts, strict=True):
+            entry = self.entries.get(ordinal)
+            if entry is None:
+                entry = Entry(ordinal, State.LEASED, attempt, fact.holder, fact.key, fact.version)
+                self.entries[ordinal] = self.untaken[ordinal] = entry
+                self.counts[State.LEASED] += 1
+                self.issued = ordinal + 1
+            else:
+                self._move(entry, State.LEASED)
+                entry.attempt, entry.holder, entry.key, entry.version = attempt, fact.holder, fact.key, fact.version
+
+    def _apply_returned(self, fact: Returned) -> None:
+        for ordinal in fact.ordinals:
+            entry = self.entries[ordinal]
+            self._move(entry, State.ISSUED)
+            entry.failures += fact.failed
+
+    def _apply_generated(self, fact: Generated) -> None:
+        entry = self.entries[fact.ordinal]
+        self._move(entry, State.GENERATED)
+        entry.n_tokens, entry.version, entry.scorer = fact.n_tokens, fact.oldest_version, ""
+
+    def _apply_judged(self, fact: Judged) -> None:
+        entry = self.entries[fact.ordinal]
+        self._move(entry, State.SCORED)
+        entry.verdicts, entry.scorer, entry.scoring_key = fact.verdicts, "", ""
+
+    def _apply_taken(self, fact: Taken) -> None:
+        self.plan[fact.step] = fact.ordinals
+        if fact.step >= self.next_step:
+            self.next_step = fact.step + 1
+            self.refilled.clear()
+            self.noticed = False
+        for ordinal in fact.ordinals:
+            entry = self.entries[ordinal]
+            self._move(entry, State.TAKEN)
+            entry.step = fact.step
+            self.untaken.pop(ordinal, None)
+
+    def _apply_trained(self, fact: Trained) -> None:
+        for ordinal in self.plan[fact.step]:
+            self._move(self.entries[ordinal], State.TRAINED)
+        self.unreleased[fact.step] = len(self.plan[fact.step])
+        self.version = fact.step + 1
+
+    def _apply_released(self, fact: Released) -> None:
+        self.live = fact.version
+        self.unreleased = {s: n for s, n in self.unreleased.items() if s >= fact.version}
+
+    def _apply_committed(self, fact: Committed) -> None:
+        for step in range(self.committed_steps, fact.step + 1):
+            for ordinal in self.plan.pop(step):
+                self._move(self.entries.pop(ordinal), State.COMMITTED)
+        self.committed_steps = fact.step + 1
+
+    def _apply_dropped(self, fact: Dropped) -> None:
+        for ordinal in fact.ordinals:
+            entry = self.entries.pop(ordinal)
+            self.untaken.pop(ordinal, None)
+            self.counts[entry.state] -= 1
+            if entry.step is not None:
+                self.plan[entry.step] = tuple(o for o in self.plan[entry.step] if o != ordinal)
+        self.dropped[fact.reason] += len(fact.ordinals)
+        self.refilled[fact.reason] += len(fact.ordinals)
+
+    def _apply_rewound(self, fact: Rewound) -> None:
+        for step, ordinals in self.plan.items():
+            for entry in (self.entries[o] for o in ordinals):
+                self._move(entry, State.SCORED if step >= fact.version else State.TRAINED)
+        self.unreleased.clear()
+        self.version = self.live = fact.version
+        self.rewinds.append(fact.key)
+
+    def _apply_draining(self, fact: Draining) -> None:
+        self.draining = fact.reason
+
+    def _apply_noticed(self, fact: Noticed) -> None:
+        self.noticed = True

@@ -1,0 +1,262 @@
+"""One client's connection: a thread that owns the socket, so that heartbeats go out whatever the caller is doing.
+
+    ask      a request from any thread or event loop -> a Future; sent at once, sent again until it is answered
+    beat     every second while anything is open: which leases are still worked on, which requests are still unanswered;
+             the server names those it does not know (lost on the way, or with a server that died), and they go again
+    silence  nothing heard for a while: a new socket, to the address that is published now
+
+    waits for  replies, asks        unblocked by  the server, callers        produces  answers, leases kept alive
+
+Sending a request again is always safe: the server knows it by (client, seq) or by what it says.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from rollout.errors import HeadraceError, QueueError, WireError
+from rollout.queue_keys import ClientKeys
+from rollout.queue_protocol import read_reply, request_frames
+from rollout.queue_transport import COPY_BELOW, dealer
+from rollout.wire import Buffer
+
+log = logging.getLogger(__name__)
+BEAT = 1.0
+SILENCE = 3.0
+
+
+@dataclass(slots=True)
+class Answer:
+    """A reply that is not an error."""
+
+    ok: dict[str, Any]
+    blobs: Sequence[Buffer]
+
+
+@dataclass(slots=True)
+class Pending:
+    """A request that nobody has answered yet."""
+
+    op: str
+    frames: list[Buffer]
+    future: Future[Answer]
+    seq: int
+    sent: float = 0.0
+
+
+class Connection:
+    """`endpoint` is an address, or the path of a file that holds one (a restarted server may have another port)."""
+
+    def __init__(self, endpoint: str, holder: str, keys: ClientKeys | None) -> None:
+        self.endpoint, self.holder, self.keys = str(endpoint), holder, keys
+        self.client = uuid.uuid4().hex[:16]
+        self.leases: dict[int, int] = {}  # ordinal -> attempt, being generated here
+        self.scoring: set[int] = set()
+        self.reconnects = self.resent = 0
+        self._seq = 0
+        self._lock = threading.Lock()
+        self._asked: deque[Pending] = deque()
+        self._abandoned: deque[Pending] = deque()
+        self._open: dict[int, Pending] = {}
+        self._closing = False
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._context = zmq.Context()
+        self._heard = self._beaten = time.monotonic()
+        self._thread = threading.Thread(target=self._main, name=f"queue-client-{holder}", daemon=True)
+        self._thread.start()
+
+    # ---- for callers, on any thread
+
+    def ask(self, op: str, args: dict[str, Any], blobs: Sequence[Buffer] = ()) -> Pending:
+        """Send a request; its future gets the answer, or the server's typed error."""
+        with self._lock:
+            if self._closing:
+                raise QueueError(f"the queue client of {self.holder} is closed")
+            self._seq += 1
+            frames = request_frames(op, self.client, self._seq, self.holder, args, blobs)
+            pending = Pending(op, frames, Future(), self._seq)
+            pending.future.set_running_or_notify_cancel()  # it cannot be cancelled, only abandoned
+            self._asked.append(pending)
+            self._wake()
+        return pending
+
+    def settle(self, pending: Pending, heard: bool) -> None:
+        """Say whether the answer reached the caller. If it did not, leases in it will be given back."""
+        if not heard:
+            with self._lock:
+                if not self._closing:
+                    self._abandoned.append(pending)
+                    self._wake()
+
+    def close(self) -> None:
+        """Requests without an answer fail with QueueError; leases run out on the server."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            self._wake()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        try:
+            os.write(self._wake_write, b"!")
+        except BlockingIOError:
+            pass  # the pipe is full of wake-ups already
+
+    # ---- the thread
+
+    def _main(self) -> None:
+        self._connect()
+        try:
+            while not self._closing:
+                self._turn()
+        finally:
+            self._socket.close(linger=200)
+            self._context.term()
+            for pending in (*self._open.values(), *self._asked):
+                if not pending.future.done():
+                    pending.future.set_exception(QueueError(f"the queue client of {self.holder} was closed"))
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+
+    def _connect(self) -> None:
+        address = self.endpoint
+        if "://" not in address:
+            try:
+                address = Path(address).read_text().strip()
+            except OSError:
+                address = "inproc://nobody-yet"  # the file is not there yet; silence brings us back here
+        own, server = (self.keys.own, self.keys.server_public) if self.keys else (None, None)
+        self._socket = dealer(self._context, address, own, server)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._heard = time.monotonic()
+
+    def _turn(self) -> None:
+        busy = bool(self._open or self.leases or self.scoring)
+        ready = dict(self._poller.poll(BEAT * 250 if busy else None))
+        if self._wake_read in ready:
+            os.read(self._wake_read, 4096)
+            self._take_asked()
+        if self._socket in ready:
+            while self._socket.poll(0):
+                self._hear(self._socket.recv_multipart(copy=False))
+        now = time.monotonic()
+        if not busy:
+            self._heard = now  # we have asked for nothing, so silence means nothing
+        elif now - self._heard > SILENCE:
+            self.reconnects += 1
+            self._socket.close(linger=0)
+            self._connect()
+            self._beat(now)
+        elif now - self._beaten > BEAT:
+            self._beat(now)
+
+    def _take_asked(self) -> None:
+        while self._asked:
+            pending = self._asked.popleft()
+            self._open[pending.seq] = pending
+            self._send(pending)
+        while self._abandoned:
+            pending = self._abandoned.popleft()
+            if self._open.pop(pending.seq, None) is None and pending.future.exception() is None:
+                self._undo(pending.future.result().ok)  # the answer and the caller's patience ended together
+
+    def _send(self, pending: Pending) -> None:
+        pending.sent = time.monotonic()
+        self._push(pending.frames)
+
+    def _push(self, frames: Sequence[Buffer]) -> None:
+        try:
+            self._socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            pass  # nobody takes it now: the next beat finds it missing and it goes again
+
+    def _beat(self, now: float) -> None:
+        self._beaten = now
+        args = {
+            "leases": [[o, a] for o, a in self.leases.items()],
+            "scoring": sorted(self.scoring),
+            "outstanding": list(self._open),
+        }
+        with self._lock:
+            self._seq += 1
+            seq = self._seq
+        pending = Pending("beat", request_frames("beat", self.client, seq, self.holder, args, ()), Future(), seq, now)
+        self._push(pending.frames)
+        self._last_beat = pending
+
+    _last_beat: Pending | None = None
+
+    def _hear(self, parts: Sequence[zmq.Frame]) -> None:
+        self._heard = time.monotonic()
+        frames = [p.buffer if len(p) >= COPY_BELOW else p.bytes for p in parts]
+        try:
+            seq, _, answer, blobs = read_reply(frames)
+        except WireError as error:
+            log.error("%s got a reply it cannot read, and ignores it: %s", self.holder, error)
+            return
+        if self._last_beat is not None and seq == self._last_beat.seq:
+            self._hear_beat(self._last_beat, answer)
+            return
+        pending = self._open.pop(seq, None)
+        if pending is None:
+            self._hear_stray(answer)
+            return
+        if isinstance(answer, HeadraceError):
+            self._settle(pending, {})
+            pending.future.set_exception(answer)
+            return
+        self._settle(pending, answer)
+        pending.future.set_result(Answer(answer, blobs))
+
+    def _settle(self, pending: Pending, ok: dict[str, Any]) -> None:
+        """Keep the books of what this client holds."""
+        if pending.op == "lease":
+            self.leases.update((o, a) for o, a, _ in ok.get("leases", ()))
+        elif pending.op == "lease_scoring":
+            self.scoring.update(ok.get("ordinals", ()))
+
+    def _hear_beat(self, beat: Pending, answer: dict[str, Any] | HeadraceError) -> None:
+        if isinstance(answer, HeadraceError):
+            log.error("%s: the queue refuses the heartbeat: %s", self.holder, answer)
+            return
+        for seq in answer.get("unknown", ()):
+            pending = self._open.get(seq)
+            if pending is not None and pending.sent < beat.sent:
+                self.resent += 1
+                self._send(pending)
+
+    def _hear_stray(self, answer: dict[str, Any] | HeadraceError) -> None:
+        """An answer nobody waits for: a duplicate, or too late. Leases in it that are not ours already go back."""
+        if isinstance(answer, HeadraceError):
+            return
+        self._give_back([[o, a] for o, a, _ in answer.get("leases", ()) if self.leases.get(o) != a])
+
+    def _undo(self, ok: dict[str, Any]) -> None:
+        """Forget what `_settle` wrote down for a caller who never saw the answer."""
+        self.scoring.difference_update(ok.get("ordinals", ()))
+        unused = [[o, a] for o, a, _ in ok.get("leases", ()) if self.leases.get(o) == a]
+        for ordinal, _ in unused:
+            del self.leases[ordinal]
+        self._give_back(unused)
+
+    def _give_back(self, leases: list[list[int]]) -> None:
+        if leases:
+            args = {"leases": leases, "reason": "the answer came too late", "failed": False}
+            with self._lock:
+                self._seq += 1
+                self._push(request_frames("give_back", self.client, self._seq, self.holder, args, ()))

@@ -1,0 +1,321 @@
+"""What the queue server does with a request, free of sockets and threads: ledger + journal + payloads.
+
+handle(request, now) -> Reply      answered, once `flush` has made it durable
+                     -> Waiting    cannot be answered yet: ask again when something has happened, or the wait is over
+                     raises        a typed error, and nothing has changed
+
+each fact the ledger states is journalled in order; a Generated fact together with its group
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.errors import LedgerError, QueueError, WireError
+from rollout.journal import Journal
+from rollout.journal_segments import Ref
+from rollout.ledger import Ledger
+from rollout.ledger_facts import Committed, Draining, Dropped, Fact, Generated, Noticed, Rewound, Trained
+from rollout.ledger_snapshot import restore, snapshot
+from rollout.ledger_states import LedgerSettings, State
+from rollout.payloads import Payloads
+from rollout.queue_protocol import Request, pack_blobs, split_blobs
+from rollout.selection import Waiting
+from rollout.wire import Buffer, GroupHeader, frame_bytes, pack, read_header, read_verdicts, verdict_row
+from rollout.wire_facts import fact_row, read_fact
+
+Event = Callable[..., object]  # event("dropped", ordinals=[17], reason="stale")
+Stored = tuple[GroupHeader, Buffer, Sequence[Buffer]]  # header as read, as it came, and the frames
+
+
+@dataclass(slots=True)
+class Reply:
+    """What goes back, once it is durable."""
+
+    ok: dict[str, Any] = field(default_factory=dict)
+    blobs: Sequence[Buffer] = ()
+
+
+class QueueCore:
+    """One run's queue. Made by recovering whatever the journal holds."""
+
+    def __init__(self, settings: LedgerSettings, journal: Journal, max_bytes: int, event: Event, now: float) -> None:
+        self.journal, self.event = journal, event
+        self.ledger = Ledger(settings)
+        self.payloads = Payloads(journal, max_bytes)
+        self.changes = 0  # grows whenever a fact was stated: somebody who waits may be served
+        self.staleness: dict[str, float] = {"mean": 0.0, "max": 0.0, "max_ever": 0.0}
+        self._rows: list[list[Any]] = []  # facts waiting to become one record
+        self._recover(settings)
+        self.ledger.resume(now)
+        journal.begin(self.snapshot())
+        journal.collect()
+
+    def _recover(self, settings: LedgerSettings) -> None:
+        for value, ref in self.journal.recover():
+            kind, first = value[0], value[1]
+            if kind == "snapshot":
+                self.ledger = restore(settings, first["ledger"])
+                for ordinal, *place in first["payloads"]:
+                    self.payloads.put_on_disk(ordinal, Ref(*place))
+            elif kind == "facts":
+                for fact in map(read_fact, first):
+                    self.ledger.apply(fact)
+                    self._let_go(fact)
+            elif kind == "group":
+                fact = read_fact(first)
+                self.ledger.apply(fact)
+                self.payloads.put_on_disk(fact.ordinal, ref)
+        for torn in self.journal.torn:
+            self.event("journal_torn", segment=torn.segment, dropped_bytes=torn.dropped, reason=torn.why)
+        if self.ledger.issued:
+            self.event("queue_recovered", **self.ledger.balance(), step=self.ledger.next_step)
+
+    def snapshot(self) -> dict[str, Any]:
+        places = [[o, p.ref.segment, p.ref.offset, p.ref.meta, p.ref.body] for o, p in self.payloads.held.items()]
+        return {"ledger": snapshot(self.ledger), "payloads": places}
+
+    # ---- requests
+
+    def handle(self, request: Request, now: float) -> Reply | Waiting:
+        """Answer one request. What it changed is journalled, though not yet flushed."""
+        handler = _HANDLERS.get(request.op)
+        if handler is None:
+            raise WireError("request.op", f"{request.op!r} is unknown; this server knows {', '.join(_HANDLERS)}")
+        try:
+            return handler(self, request, now)
+        finally:
+            self.record({})
+
+    def lease(self, r: Request, now: float) -> Reply | Waiting:
+        leases = self.ledger.lease(r.int("n", 1, 1 << 20), r.holder, r.key, now)
+        if not leases:
+            return Waiting(
+                f"a free slot: {self.ledger.occupied} of {self.ledger.settings.slots} are in use ({self._states()})"
+            )
+        return Reply({"leases": [[x.ordinal, x.attempt, x.deadline] for x in leases]})
+
+    def submit(self, r: Request, now: float) -> Reply | Waiting:
+        groups = self._read_groups(r)
+        outcomes = [self.ledger.check_submit(h.ordinal, h.attempt, r.holder) for h, _, _ in groups]
+        arriving = sum(h.body for (h, _, _), o in zip(groups, outcomes, strict=True) if o == "accepted")
+        if not self._admits(arriving, [h.ordinal for h, _, _ in groups]):
+            return Reply({"busy": arriving})
+        for (header, raw, frames), outcome in zip(groups, outcomes, strict=True):
+            if outcome != "accepted":
+                continue
+            self.ledger.submit(header.ordinal, header.attempt, r.holder, header.n_tokens, header.oldest_version, now)
+            if header.all_judged is not None:
+                self.ledger.score(header.ordinal, header.all_judged, now)
+            self.record({header.ordinal: (header, raw, frames)})
+        return Reply({"outcomes": outcomes})
+
+    def _read_groups(self, r: Request) -> list[Stored]:
+        """The groups of a submit, each checked against its own header; the arrays stay closed."""
+        groups: list[Stored] = []
+        for i, (raw, frames) in enumerate(split_blobs(r.ints("groups", 0, 1 << 20, most=1 << 16), r.blobs, "request")):
+            header = read_header(raw)
+            if frame_bytes(frames) != header.body:
+                raise WireError(f"groups[{i}].frames", f"{frame_bytes(frames)} bytes, its header says {header.body}")
+            wanted = self.ledger.settings.group_size
+            if len(header.lengths) != wanted:
+                detail = f"{len(header.lengths)} trajectories, group_size is {wanted}"
+                raise LedgerError(header.ordinal, "leased", "submit", detail)
+            groups.append((header, raw, frames))
+        if len({h.ordinal for h, _, _ in groups}) != len(groups):
+            raise WireError("request.groups", "the same ordinal twice in one message")
+        return groups
+
+    def _admits(self, arriving: int, ordinals: Sequence[int]) -> bool:
+        """Room in memory, or a group that the next step needs: those are let in so that the run can go on."""
+        if self.payloads.room_for(arriving):
+            return True
+        untaken, p = iter(self.ledger.untaken), self.ledger.settings.groups_per_step
+        needed = {o for o, _ in zip(untaken, range(p), strict=False)}
+        return any(o in needed for o in ordinals)
+
+    def room(self, r: Request, now: float) -> Reply | Waiting:
+        wanted = r.int("bytes", 0, 1 << 62)
+        if self._admits(wanted, r.ints("ordinals", 0, 1 << 62)):
+            return Reply()
+        held, limit = self.payloads.bytes_in_memory, self.payloads.max_bytes
+        return Waiting(f"room for {wanted} bytes: {held} of {limit} are held until the learner takes groups")
+
+    def give_back(self, r: Request, now: float) -> Reply:
+        self.ledger.give_back(_leases(r), r.holder, r.str("reason", 4096), r.bool("failed"))
+        return Reply()
+
+    def beat(self, r: Request, now: float) -> Reply:
+        self.ledger.renew(r.holder, _leases(r), r.ints("scoring", 0, 1 << 62), now)
+        return Reply()
+
+    def lease_scoring(self, r: Request, now: float) -> Reply | Waiting:
+        ordinals = self.ledger.lease_scoring(r.int("n", 1, 1 << 20), r.holder, r.key, now)
+        if not ordinals:
+            return Waiting(f"a generated group to score ({self._states()})")
+        read = self.payloads.get if r.bool("full") else self.payloads.tokens_only
+        groups = [(o, g) for o in ordinals if (g := self._readable(o, read))]
+        counts, blobs = pack_blobs([g for _, g in groups])
+        return Reply({"groups": counts, "ordinals": [o for o, _ in groups]}, blobs)
+
+    def score(self, r: Request, now: float) -> Reply:
+        scored = []
+        for i, row in enumerate(r.list("verdicts")):
+            if not isinstance(row, list) or len(row) != 2 or type(row[0]) is not int:
+                raise WireError(f"request.verdicts[{i}]", "not [ordinal, verdicts]")
+            scored.append((row[0], read_verdicts(row[1], f"request.verdicts[{i}]")))
+        for ordinal, verdicts in scored:
+            self.ledger.check_score(ordinal, len(verdicts))
+        return Reply({"outcomes": [self.ledger.score(o, v, now) for o, v in scored]})
+
+    def take(self, r: Request, now: float) -> Reply | Waiting:
+        step, rank, world = r.int("step", 0, 1 << 40), r.int("rank", 0, 1 << 16), r.int("world", 1, 1 << 16)
+        taken = self.ledger.take(step, now)
+        if isinstance(taken, Waiting):
+            return taken
+        ages = [step - self.ledger.entries[o].version for o in taken]
+        if ages:
+            worst = max(self.staleness["max_ever"], *ages)
+            self.staleness = {"mean": sum(ages) / len(ages), "max": max(ages), "max_ever": worst}
+        groups = [(o, g) for o in self.ledger.share(step, rank, world) if (g := self._readable(o, self.payloads.get))]
+        counts, blobs = pack_blobs([g for _, g in groups])
+        verdicts = [[verdict_row(v) for v in self.ledger.entries[o].verdicts] for o, _ in groups]
+        return Reply({"groups": counts, "verdicts": verdicts, "ordinals": [o for o, _ in groups]}, blobs)
+
+    def _readable(self, ordinal: int, read: Callable[[int], tuple[Buffer, Sequence[Buffer]]]) -> Any:
+        """The group, or None: what the disk has damaged is dropped with that reason."""
+        try:
+            return read(ordinal)
+        except (QueueError, OSError) as error:
+            self.event("alarm", what="journal_damaged", detail=f"ordinal {ordinal}: {error}")
+            self.ledger.drop([ordinal], "journal_damaged")
+            return None
+
+    def trained(self, r: Request, now: float) -> Reply:
+        self.ledger.trained(r.int("step", 0, 1 << 40), r.int("version", 0, 1 << 40), r.ints("skipped", 0, 1 << 62))
+        return Reply()
+
+    def release(self, r: Request, now: float) -> Reply:
+        self.ledger.release(r.int("version", 0, 1 << 40))
+        return Reply()
+
+    def commit(self, r: Request, now: float) -> Reply:
+        self.ledger.commit(r.int("step", 0, 1 << 40))
+        return Reply()
+
+    def restarted(self, r: Request, now: float) -> Reply:
+        self.ledger.restarted(r.int("version", 0, 1 << 40), r.str("key", 64))
+        return Reply()
+
+    def drop(self, r: Request, now: float) -> Reply:
+        self.ledger.drop(r.ints("ordinals", 0, 1 << 62), r.str("reason", 256))
+        return Reply()
+
+    def drain(self, r: Request, now: float) -> Reply:
+        self.ledger.drain(r.str("reason", 4096))
+        return Reply()
+
+    def stats(self, r: Request, now: float) -> Reply:
+        return Reply({"stats": self.describe()})
+
+    # ---- between requests
+
+    def tick(self, now: float) -> None:
+        """Let overdue leases and groups go."""
+        self.ledger.expire(now)
+        self.record({})
+
+    def record(self, groups: Mapping[int, Stored]) -> None:
+        """Journal what the ledger has stated since the last time, in order."""
+        if not self.ledger.facts:
+            return
+        facts, self.ledger.facts = self.ledger.facts, []
+        self.changes += 1
+        for fact in facts:
+            if isinstance(fact, Generated):
+                self._write_rows()
+                header, raw, frames = groups[fact.ordinal]
+                ref = self.journal.append(pack(["group", fact_row(fact), bytes(raw)]), frames)
+                self.payloads.put(fact.ordinal, ref, raw, frames, header.tokens_end)
+            else:
+                self._rows.append(fact_row(fact))
+                self._let_go(fact)
+                self._tell(fact)
+
+    def _write_rows(self) -> None:
+        if self._rows:
+            self.journal.append(pack(["facts", self._rows]))
+            self._rows = []
+
+    def flush(self) -> None:
+        """Make everything durable, then open a new segment if it is time to. Raises Stalled."""
+        self._write_rows()
+        self.journal.flush()
+        if self.journal.full:
+            self.journal.roll(self.snapshot())
+
+    def _let_go(self, fact: Fact) -> None:
+        """Payload that nobody will ask for again, or not soon."""
+        match fact:
+            case Dropped(ordinals):
+                self.payloads.forget(ordinals)
+            case Trained(step):
+                self.payloads.unload(self.ledger.plan.get(step, ()))
+            case Committed():
+                self.payloads.forget([o for o in self.payloads.held if o not in self.ledger.entries])
+
+    def _tell(self, fact: Fact) -> None:
+        match fact:
+            case Dropped(ordinals, reason):
+                self.event("dropped", ordinals=list(ordinals), reason=reason)
+            case Noticed(what, detail):
+                self.event("alarm", what=what, detail=detail)
+            case Draining(reason):
+                self.event("draining", reason=reason)
+            case Rewound(version):
+                self.event("learner_restarted", version=version)
+
+    def describe(self) -> dict[str, Any]:
+        """Everything worth showing, as plain values."""
+        ledger = self.ledger
+        return {
+            "counts": ledger.balance(),
+            "conserved": ledger.conserved,
+            "dropped_by_reason": dict(ledger.dropped),
+            "slots": {"all": ledger.settings.slots, "used": ledger.occupied},
+            "next_step": ledger.next_step,
+            "version": ledger.version,
+            "live_version": ledger.live,
+            "committed_steps": ledger.committed_steps,
+            "draining": ledger.ending,
+            "ended": ledger.ended,
+            "poison": [list(p) for p in ledger.poison],
+            "staleness": self.staleness,
+            "bytes": {"in_memory": self.payloads.bytes_in_memory, "limit": self.payloads.max_bytes},
+            "journal": {"bytes": self.journal.bytes_written, "syncs": self.journal.syncs},
+        }
+
+    def _states(self) -> str:
+        shown = (State.ISSUED, State.LEASED, State.GENERATED, State.SCORED, State.TAKEN, State.TRAINED)
+        return ", ".join(f"{self.ledger.counts[s]} {s}" for s in shown if self.ledger.counts[s]) or "nothing yet"
+
+
+def _leases(r: Request) -> dict[int, int]:
+    """[[ordinal, attempt], ...] of a request."""
+    leases = {}
+    for i, row in enumerate(r.list("leases")):
+        if not isinstance(row, list) or [type(x) for x in row] != [int, int]:
+            raise WireError(f"request.leases[{i}]", "not [ordinal, attempt]")
+        leases[row[0]] = row[1]
+    return leases
+
+
+_HANDLERS: dict[str, Callable[[QueueCore, Request, float], Reply | Waiting]] = {
+    name: getattr(QueueCore, name)
+    for name in (
+        *("lease", "submit", "room", "give_back", "beat", "lease_scoring", "score"),
+        *("take", "trained", "release", "commit", "restarted", "drop", "drain", "stats"),
+    )
+}

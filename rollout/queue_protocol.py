@@ -1,0 +1,110 @@
+"""What clients and the queue server say to each other. No sockets here: frames in, frames out.
+
+    request  [header, blobs...]   header {"schema": 1, "op": "take", "client": "9f2c", "seq": 7, "holder": "learner", ...}
+    reply    [header, blobs...]   header {"schema": 1, "seq": 7, "epoch": "a1b2", "ok": {...}} or {..., "error": [kind, args]}
+
+Groups are blobs: for each one its own header, then as many frames as `groups` says for it. Every request is answered exactly
+once per time it arrives, and every request may arrive twice: (client, seq) names it, and doing it again has no further effect.
+
+    op             arguments                                 answer                     waits for
+    lease          n, wait, version                          leases                     slots
+    submit         groups                                    outcomes, or busy          (the client then asks for `room`)
+    room           bytes, wait                               -                          payload bytes to be consumed
+    give_back      leases, reason, failed                    -
+    lease_scoring  n, wait, full                             groups                     generated groups
+    score          verdicts                                  outcomes
+    take           step, rank, world, wait                   groups, verdicts           P groups with signal
+    trained        step, version, skipped                    -
+    release, commit, restarted, drop, drain, stats           -
+    beat           leases, scoring, outstanding              unknown: requests to send again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.errors import ConfigError, Drained, HeadraceError, LedgerError, QueueError, WireError
+from rollout.wire import Buffer, pack, unpack
+from rollout.wire_fields import Fields
+
+SCHEMA = 1
+MAX_FRAMES = 1 << 20
+WAIT_SLICE = 30.0  # seconds a request is parked before the server says what it waits for
+
+ERRORS: dict[str, type[HeadraceError]] = {
+    e.__name__: e for e in (LedgerError, WireError, QueueError, Drained, ConfigError)
+}
+
+
+class Request(Fields):
+    """A request as it arrived: checked field by field, where it is used."""
+
+    def __init__(self, frames: Sequence[Buffer]) -> None:
+        if not frames:
+            raise WireError("request", "no frames")
+        if len(frames) > MAX_FRAMES:
+            raise WireError("request", f"{len(frames)} frames, over the limit of {MAX_FRAMES}")
+        super().__init__(unpack(frames[0], "request"), "request")
+        self.schema(SCHEMA)
+        self.op = self.str("op", 32)
+        self.client = self.str("client", 64)
+        self.seq = self.int("seq", 0, 1 << 62)
+        self.holder = self.str("holder", 256)
+        self.blobs = frames[1:]
+
+    @property
+    def key(self) -> str:
+        return f"{self.client}:{self.seq}"
+
+
+def request_frames(
+    op: str, client: str, seq: int, holder: str, args: dict[str, Any], blobs: Sequence[Buffer]
+) -> list[Buffer]:
+    header = {"schema": SCHEMA, "op": op, "client": client, "seq": seq, "holder": holder, **args}
+    return [pack(header), *blobs]
+
+
+def reply_frames(seq: int, epoch: str, ok: dict[str, Any], blobs: Sequence[Buffer] = ()) -> list[Buffer]:
+    return [pack({"schema": SCHEMA, "seq": seq, "epoch": epoch, "ok": ok}), *blobs]
+
+
+def error_frames(seq: int, epoch: str, error: HeadraceError) -> list[Buffer]:
+    row = [type(error).__name__, list(error.args)]
+    return [pack({"schema": SCHEMA, "seq": seq, "epoch": epoch, "error": row})]
+
+
+def read_reply(frames: Sequence[Buffer]) -> tuple[int, str, dict[str, Any] | HeadraceError, Sequence[Buffer]]:
+    """(seq, epoch, ok or the error, blobs)."""
+    if not frames:
+        raise WireError("reply", "no frames")
+    f = Fields(unpack(frames[0], "reply"), "reply")
+    f.schema(SCHEMA)
+    seq, epoch = f.int("seq", 0, 1 << 62), f.str("epoch", 64)
+    if "error" not in f.value:
+        return seq, epoch, f.map("ok"), frames[1:]
+    row = Fields.of_row(f.get("error"), "reply.error", ("kind", "args"))
+    kind = ERRORS.get(row.str("kind", 32))
+    if kind is None:
+        raise WireError("reply.error.kind", f"{row.value['kind']!r} is unknown")
+    return seq, epoch, kind(*row.list("args")), frames[1:]
+
+
+def pack_blobs(groups: Sequence[tuple[Buffer, Sequence[Buffer]]]) -> tuple[list[int], list[Buffer]]:
+    """Groups (header, frames) as blobs, and how many frames each has."""
+    counts, blobs = [], []
+    for header, frames in groups:
+        counts.append(len(frames))
+        blobs += (header, *frames)
+    return counts, blobs
+
+
+def split_blobs(counts: Sequence[int], blobs: Sequence[Buffer], path: str) -> list[tuple[Buffer, Sequence[Buffer]]]:
+    """The groups again; raises WireError unless they use up all the blobs."""
+    groups, at = [], 0
+    for count in counts:
+        groups.append((blobs[at] if at < len(blobs) else b"", blobs[at + 1 : at + 1 + count]))
+        at += 1 + count
+    if at != len(blobs):
+        raise WireError(f"{path}.groups", f"announces {at} frames, {len(blobs)} came")
+    return groups

@@ -1,0 +1,29 @@
+"""Ledger facts and snapshots as msgpack rows: Dropped((17,), "stale") travels as ["Dropped", [17], "stale"]."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any, get_args
+
+from rollout.errors import WireError
+from rollout.ledger_facts import Fact, Judged
+from rollout.wire import read_verdicts, verdict_row
+
+_KINDS = {kind.__name__: kind for kind in get_args(Fact)}
+_NAMES = {kind: tuple(f.name for f in fields(kind)) for kind in get_args(Fact)}
+
+
+def fact_row(fact: Fact) -> list[Any]:
+    if isinstance(fact, Judged):
+        return ["Judged", fact.ordinal, [verdict_row(v) for v in fact.verdicts]]
+    return [type(fact).__name__, *(getattr(fact, name) for name in _NAMES[type(fact)])]
+
+
+def read_fact(row: Any) -> Fact:
+    """The fact of a row. The journal's checksums vouch for the values; the shape is checked all the same."""
+    kind = _KINDS.get(row[0]) if isinstance(row, list) and row and isinstance(row[0], str) else None
+    if kind is None or len(row) != len(_NAMES[kind]) + 1:
+        raise WireError("fact", f"not a fact: {str(row)[:80]}")
+    if kind is Judged:
+        return Judged(row[1], read_verdicts(row[2], "fact.verdicts"))
+    return kind(*(tuple(v) if isinstance(v, list) else v for v in row[1:]))

@@ -1,0 +1,100 @@
+"""Reading fields off untrusted maps: every accessor either returns what it promises or raises WireError with the path.
+
+f = Fields({"step": 5, "ordinals": [17, 18]}, "request")
+f.int("step", 0, 1 << 40)  -> 5        f.str("holder", 100)  -> WireError("request.holder", "missing")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollout.errors import WireError
+
+
+class Fields:
+    """One map from outside, and where it stood."""
+
+    def __init__(self, value: Any, path: str, max_depth: int = 16) -> None:
+        if not isinstance(value, dict):
+            raise WireError(path, f"a {type(value).__name__}, not a map")
+        _check_depth(value, path, max_depth)
+        self.value, self.path = value, path
+
+    @classmethod
+    def of_row(cls, row: Any, path: str, names: Sequence[str]) -> Fields:
+        """A list with one entry per name."""
+        if not isinstance(row, list) or len(row) != len(names):
+            raise WireError(path, f"not a list of {', '.join(names)}")
+        return cls(dict(zip(names, row, strict=True)), path)
+
+    def _fail(self, name: str, detail: str) -> WireError:
+        return WireError(f"{self.path}.{name}", detail)
+
+    def get(self, name: str) -> Any:
+        if name not in self.value:
+            raise self._fail(name, "missing")
+        return self.value[name]
+
+    def schema(self, ours: int) -> None:
+        theirs = self.value.get("schema")
+        if theirs != ours:
+            raise self._fail("schema", f"{str(theirs)[:40]} is unknown; this side speaks {ours}")
+
+    def int(self, name: str, low: int, high: int) -> int:
+        value = self.get(name)
+        if type(value) is not int:
+            raise self._fail(name, f"a {type(value).__name__}, not an integer")
+        if not low <= value <= high:
+            raise self._fail(name, f"{value} is not within {low} and {high}")
+        return value
+
+    def number(self, name: str, low: float, high: float) -> float:
+        value = self.get(name)
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise self._fail(name, f"{str(value)[:40]} is not a number within {low} and {high}")
+        return float(value)
+
+    def bool(self, name: str) -> bool:
+        value = self.get(name)
+        if type(value) is not bool:
+            raise self._fail(name, f"a {type(value).__name__}, not true or false")
+        return value
+
+    def str(self, name: str, most: int) -> str:
+        value = self.get(name)
+        if not isinstance(value, str) or len(value) > most:
+            raise self._fail(name, f"not a text of at most {most} characters")
+        return value
+
+    def map(self, name: str) -> dict[str, Any]:
+        value = self.get(name)
+        if not isinstance(value, dict):
+            raise self._fail(name, f"a {type(value).__name__}, not a map")
+        return value
+
+    def list(self, name: str, exactly: int | None = None, most: int = 1 << 24) -> list[Any]:
+        value = self.get(name)
+        if not isinstance(value, list):
+            raise self._fail(name, f"a {type(value).__name__}, not a list")
+        if exactly is not None and len(value) != exactly:
+            raise self._fail(name, f"{len(value)} entries, {exactly} expected")
+        if len(value) > most:
+            raise self._fail(name, f"{len(value)} entries, over the limit of {most}")
+        return value
+
+    def ints(self, name: str, low: int, high: int, exactly: int | None = None, most: int = 1 << 24) -> tuple[int, ...]:
+        values = self.list(name, exactly, most)
+        for i, value in enumerate(values):
+            if type(value) is not int or not low <= value <= high:
+                raise self._fail(f"{name}[{i}]", f"{str(value)[:40]} is not an integer within {low} and {high}")
+        return tuple(values)
+
+
+def _check_depth(value: Any, path: str, left: int) -> None:
+    if left == 0:
+        raise WireError(path, "nested too deeply")
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    for child in children:
+        if isinstance(child, dict | list):
+            _check_depth(child, path, left - 1)
