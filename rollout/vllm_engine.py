@@ -75,6 +75,7 @@ class VllmSettings:
     timeout_s: float = 60.0
     seed: int = 0
     initial_version: int = 0
+    mend: bool = True  # repair what vLLM's reload leaves stale; False only to show that the canary sees it
 
 
 def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
@@ -288,7 +289,9 @@ class VllmEngine:
 
         started = time.monotonic()
         await llm.start_weight_update()
-        await llm.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
+        await llm.update_weights(
+            WeightTransferUpdateRequest(update_info={"version": version, "mend": self.settings.mend})
+        )
         await llm.finish_weight_update(str(version))
         return time.monotonic() - started
 
