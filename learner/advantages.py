@@ -143,6 +143,7 @@ def normalize_then_sum(
 
 def keep_group(metric: Tensor, group_ids: Tensor) -> Tensor:
     """DAPO's dynamic sampling, 2503.14476 eq. 11, keep [n_groups]: on the METRIC (accuracy), not on shaped rewards."""
+    metric = metric.double()
     return Groups.of(metric, group_ids).informative(metric)
 
 
