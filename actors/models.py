@@ -7,8 +7,8 @@
 Both makers are idempotent and atomic: they build beside the target, write a marker that lists every file with its
 size, and rename. A directory whose files disagree with its marker is made again; one that is not ours is refused.
 
-    python -m actors.models prepare models/smollm2-135m
-    python -m actors.models tiny models/tiny --seed 0
+    python -m actors.models prepare --out models/smollm2-135m
+    python -m actors.models tiny --out models/tiny-llama --seed 0
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def check_model_dir(path: str | Path) -> ModelFacts:
     if not root.is_dir():
         raise ConfigError(
             f"model.path {str(path)!r} is not a directory; the demo's is made by `python -m actors.models prepare "
-            f"{path}`, any other is downloaded first: hf download NAME --local-dir {path}"
+            f"--out {path}`, any other is downloaded first: hf download NAME --local-dir {path}"
         )
     config = _read_json(root / "config.json")
     _check_weights(root)
@@ -241,17 +241,18 @@ def _one_line(error: BaseException) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m actors.models", description="Make a model directory.")
     parser.add_argument("what", choices=("prepare", "tiny"), help="prepare: SmolLM2-135M-Instruct")
-    parser.add_argument("out", type=Path)
+    parser.add_argument("--out", type=Path, help="default: models/smollm2-135m or models/tiny-llama")
     parser.add_argument("--seed", type=int, default=0, help="of the tiny model's random weights")
     args = parser.parse_args(argv)
     started = time.monotonic()
+    out = args.out or Path("models") / ("smollm2-135m" if args.what == "prepare" else "tiny-llama")
     try:
-        prepare_smollm2(args.out) if args.what == "prepare" else make_tiny_llama(args.out, args.seed)
-        facts = check_model_dir(args.out)
+        prepare_smollm2(out) if args.what == "prepare" else make_tiny_llama(out, args.seed)
+        facts = check_model_dir(out)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{args.out}: {facts.architecture}, context {facts.context}, ready in {time.monotonic() - started:.1f} s")
+    print(f"{out}: {facts.architecture}, context {facts.context}, ready in {time.monotonic() - started:.1f} s")
     return 0
 
 

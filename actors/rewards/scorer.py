@@ -30,7 +30,9 @@ from actors.rewards.shaping import shape
 from rollout.errors import ConfigError
 from rollout.types import Failed, Prompt, Scored, TimedOut, Verdict
 
-Emit = Callable[..., object]  # emit("reward_circuit_open", component="exact", failures=32, ...)
+# emit(event, **fields): reward_failed(component, kind, detail) the first time of each kind, reward_errors(component,
+# share, of, last), reward_circuit_open(component, failures, last), reward_circuit_closed(component)
+Emit = Callable[..., object]
 SHAPING = ("length", "overlong")
 
 
@@ -82,19 +84,26 @@ class Scorer:
         """One verdict per text. `trajectories` (their lengths) feed length and overlong; without them, no shaping."""
         if trajectories is not None and len(trajectories) != len(texts):
             raise ValueError(f"{len(trajectories)} trajectories for {len(texts)} texts")
-        asked: list[dict[str, Future[Outcome]]] = [
-            {c.name: c.ask(prompt, text) for c in self._components} for text in texts
-        ]
-        verdicts = []
-        for i, futures in enumerate(asked):
-            outcomes: dict[str, Outcome] = {name: future.result() for name, future in futures.items()}
-            if trajectories is not None:
-                tokens = len(trajectories[i])
-                outcomes |= {r.component: shape(r, tokens) for r in self.rewards if r.kind in SHAPING}
-            verdicts.append(self._compose(outcomes))
+        asked = [self._ask(prompt, text) for text in texts]
+        lengths = [None] * len(texts) if trajectories is None else [len(t) for t in trajectories]
+        return [self._verdict(futures, tokens) for futures, tokens in zip(asked, lengths, strict=True)]
+
+    def judge(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
+        """One verdict per (prompt, text): held-out answers, side by side and without shaping."""
+        asked = [self._ask(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        return [self._verdict(futures, None) for futures in asked]
+
+    def _ask(self, prompt: Prompt, text: str) -> dict[str, Future[Outcome]]:
+        return {component.name: component.ask(prompt, text) for component in self._components}
+
+    def _verdict(self, futures: Mapping[str, Future[Outcome]], tokens: int | None) -> Verdict:
+        outcomes: dict[str, Outcome] = {name: future.result() for name, future in futures.items()}
+        if tokens is not None:
+            outcomes |= {r.component: shape(r, tokens) for r in self.rewards if r.kind in SHAPING}
+        verdict = self._compose(outcomes)
         with self._lock:
-            self._counts.update(_kind(v) for v in verdicts)
-        return verdicts
+            self._counts[_kind(verdict)] += 1
+        return verdict
 
     def _compose(self, outcomes: Mapping[str, Outcome]) -> Verdict:
         value, components = 0.0, {}
@@ -131,6 +140,7 @@ class _Component:
         self.breaker, self.budget = Breaker(config.breaker), ErrorBudget()
         self._lock = threading.Lock()
         self._closed = False
+        self._kinds_seen: set[str] = set()
         self._processes = [RewardProcess(WorkerSpec.of(config), log) for _ in range(processes)]
         self._idle = deque(self._processes)  # one per thread; the last one back is the next one out: it is warm
         self._pool = ThreadPoolExecutor(processes, thread_name_prefix=f"reward-{self.name}")
@@ -173,6 +183,11 @@ class _Component:
             turned = self.breaker.record(ok, time.monotonic())
             spent = self.budget.record(ok)
             failures, share = self.breaker.failures, round(self.budget.failed_share, 3)
+            kind = "scored" if isinstance(outcome, float) else _kind(outcome)
+            new = not ok and kind not in self._kinds_seen
+            self._kinds_seen.add(kind)
+        if new:  # the rest of its kind is counted in gauges()
+            self._emit("reward_failed", component=self.name, kind=kind, detail=_said(outcome))
         if turned == "opened":
             self._emit("reward_circuit_open", component=self.name, failures=failures, last=_said(outcome))
         elif turned == "closed":

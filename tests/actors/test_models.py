@@ -169,10 +169,10 @@ def test_a_missing_package_is_named_with_its_remedy(tmp_path: Path, monkeypatch)
 
 
 def test_command_line(tmp_path: Path, capsys) -> None:
-    assert models.main(["tiny", str(tmp_path / "tiny")]) == 0
+    assert models.main(["tiny", "--out", str(tmp_path / "tiny")]) == 0
     assert "LlamaForCausalLM, context 512" in capsys.readouterr().out
     (tmp_path / "tiny" / MARKER).unlink()
-    assert models.main(["tiny", str(tmp_path / "tiny")]) == 2
+    assert models.main(["tiny", "--out", str(tmp_path / "tiny")]) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
