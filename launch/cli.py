@@ -46,9 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments, rest = parser().parse_known_args(argv)
         if rest and not arguments.passes_rest:
-            raise ConfigError(
-                f"headrace {arguments.command}: {rest[0]} is not known; see headrace {arguments.command} --help"
-            )
+            name = arguments.command
+            raise ConfigError(f"{name}: {rest[0]} is not known; see headrace {name} --help")
         return int(arguments.call(arguments, rest) or 0)
     except ConfigError as error:
         print(f"headrace: {_one_line(error)}", file=sys.stderr)
@@ -73,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
     def command(name: str, call: Callable[..., Any], text: str, passes_rest: bool = False) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text, add_help=not passes_rest)
+        sub = commands.add_parser(name, help=text, description=text, add_help=not passes_rest, allow_abbrev=False)
         sub.set_defaults(call=call, passes_rest=passes_rest)
         return sub
 
@@ -112,13 +111,18 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def backends(folder: str, prefix: str) -> list[str]:
+    """Names of the modules `<folder>/<prefix>NAME.py` that have a `main`."""
+    files = sorted((ROOT / folder).glob(f"{prefix}*.py"))
+    return [f.stem.removeprefix(prefix) for f in files if "\ndef main(" in f.read_text(encoding="utf-8")]
+
+
 def _backed_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Commands that pass their arguments on to a module; absent where the module is."""
-    benches = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if p.stem != "__init__")
+    benches, soaks = backends("benchmarks", ""), backends("launch", "soak_")
     if benches:
         bench = command("bench", _bench, f"measure: {', '.join(benches)}", passes_rest=True)
         bench.add_argument("name", choices=benches)
-    soaks = sorted(p.stem.removeprefix("soak_") for p in (ROOT / "launch").glob("soak_*.py"))
     if soaks:
         soak = command(
             "soak", _soak, f"kill things at random and audit what is left: {', '.join(soaks)}", passes_rest=True

@@ -8,7 +8,6 @@ hyper-threads, so that two roles share a physical core only when there is no oth
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from dataclasses import dataclass
@@ -16,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 
+from rollout.config import Section
 from rollout.errors import ConfigError
 
 CPUS = Path("/sys/devices/system/cpu")
@@ -70,19 +71,26 @@ def read_inventory(path: str | Path) -> Inventory:
     return Inventory(tuple(_host(file, n, row) for n, row in enumerate(rows)))
 
 
+class _HostRow(Section):
+    """A host as it is written: `cores` is a count, or the ids that may be used."""
+
+    name: str
+    cores: PositiveInt | list[NonNegativeInt]
+    gpus: NonNegativeInt = 0
+    memory_gb: NonNegativeFloat = 0.0
+
+
 def _host(file: Path, n: int, row: Any) -> Host:
-    known = {"name", "cores", "gpus", "memory_gb"}
-    if not isinstance(row, dict) or not set(row) <= known or not {"name", "cores"} <= set(row):
-        raise ConfigError(
-            f"{file}: host {n} is {json.dumps(row, default=str)}; it needs name, cores and perhaps gpus, memory_gb"
-        )
-    cores, gpus, memory = row["cores"], row.get("gpus", 0), row.get("memory_gb", 0.0)
-    ids = tuple(range(cores)) if isinstance(cores, int) and not isinstance(cores, bool) else tuple(cores or ())
-    if not ids or not all(isinstance(c, int) and c >= 0 for c in ids) or not isinstance(gpus, int) or gpus < 0:
-        raise ConfigError(
-            f"{file}: host {n} ({row['name']}): cores and gpus must be counts (cores may be a list of ids)"
-        )
-    return Host(str(row["name"]), ids, gpus, float(memory))
+    try:
+        said = _HostRow.model_validate(row, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(["host", str(n), *(str(part) for part in first["loc"][:1])])
+        raise ConfigError(f"{file}: {where}: {first['msg']}; e.g. {{name: a, cores: 64, gpus: 8}}") from None
+    cores = tuple(range(said.cores)) if isinstance(said.cores, int) else tuple(said.cores)
+    if not cores:
+        raise ConfigError(f"{file}: host.{n}.cores: is empty; give a count or a list of ids")
+    return Host(said.name, cores, said.gpus, said.memory_gb)
 
 
 def usable_cores() -> tuple[int, ...]:

@@ -1,0 +1,51 @@
+"""Proves that a plan says on one page, and in JSON, what a run will be, and looks ahead at what would stop it."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from launch.inventory import Host, Inventory
+from launch.plan import make_plan, parameters_of
+
+TWO_CORES = Inventory((Host("box", (0, 1), 0, 16.0),))
+
+
+def write_weights(path: Path, **shapes: list[int]) -> None:
+    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+def test_parameters_come_from_the_headers_of_all_files(tmp_path: Path) -> None:
+    assert parameters_of(tmp_path) is None
+    write_weights(tmp_path / "a.safetensors", embed=[10, 4], norm=[4])
+    write_weights(tmp_path / "b.safetensors", head=[10, 4])
+    assert parameters_of(tmp_path) == 84
+    (tmp_path / "c.safetensors").write_bytes(b"\x05")
+    assert parameters_of(tmp_path) is None  # damaged: nothing is better than something wrong
+
+
+def test_the_page_and_the_json_agree(make_config: Any) -> None:
+    plan = make_plan(make_config({"run": {"name": "demo", "steps": 3}, "evaluate": {"every": 2}}), TWO_CORES)
+    data = json.loads(plan.json())
+    assert [p["name"] for p in data["placements"]] == ["learner-0", "rollout-0", "reward-0", "queue"]
+    assert data["derived"]["slots"] == 24 and data["derived"]["evaluated_versions"] == [0, 2, 3]
+    text = plan.text()
+    for part in ("Run demo: 3 steps", "learner-0  box   1", "shared with rollout-0", "= 24 groups", "0, 2, 3"):
+        assert part in text
+
+
+def test_what_would_stop_the_run_later_is_said_now(make_config: Any, tmp_path: Path) -> None:
+    config = make_config({"model": {"path": str(tmp_path / "none")}, "prompts": {"path": str(tmp_path / "p.jsonl")}})
+    warnings = "\n".join(make_plan(config, TWO_CORES).warnings)
+    assert "is not a directory" in warnings and "p.jsonl is not there" in warnings
+
+
+def test_memory_is_a_warning_when_it_cannot_suffice(make_config: Any, tmp_path: Path) -> None:
+    write_weights(tmp_path / "model.safetensors", w=[1_000_000, 1_000])
+    plan = make_plan(make_config({"model": {"path": str(tmp_path)}}), TWO_CORES)
+    assert plan.parameters == 10**9 and (plan.memory_gb() or 0) > 20
+    assert any(w.startswith("memory: about") for w in plan.warnings)
