@@ -8,7 +8,7 @@
     write    shards -> fsync -> manifest -> fsync -> rename the directory -> fsync the parent
     read     manifest must parse and every shard must have the size and digest it lists, else TornCheckpoint
 
-Tensors are whole and named, never partitioned: a checkpoint made by 4 ranks under ZeRO-3 loads into 1 rank under ZeRO-0.
+Tensors are whole and named, never partitioned: what 4 ranks wrote under ZeRO-3 loads into 1 rank under ZeRO-0.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TornCheckpoint(HeadraceError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Manifest(version=24, numbers={"adam_steps": 24.0}, shards={"state-00000.safetensors": {"bytes": .., "blake3": ..}})."""
+    """Manifest(version=24, numbers={"bad_steps": 0.0}, shards={"state-00000.safetensors": {"bytes": 2684, ..}})."""
 
     version: int
     numbers: dict[str, float] = field(default_factory=dict)

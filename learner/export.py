@@ -1,4 +1,4 @@
-"""A model directory out of a stream of weights: sharded safetensors with an index, everything else copied from the source."""
+"""A model directory out of a stream of weights: sharded safetensors with an index, the rest copied from the source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the learner share: a tiny model with weights, and groups as a rollout actor would hand them over."""
+"""What the tests of the learner share: a tiny model, and groups as a rollout actor would hand them over."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Proves what a learner's engine promises on one rank, with the real DeepSpeed: it learns, skips what is not finite, hands
-out weights under the right names, scores, saves and goes on exactly, and exports what transformers loads.
+"""Proves what a learner's engine promises on one rank, with the real DeepSpeed: it learns, skips what is not finite,
+hands out weights under the right names, scores, saves and goes on exactly, and exports what transformers loads.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_rewarded_answers_become_likelier(tiny_model: Path, make_groups: MakeGro
 
 
 def test_half_precision_without_zero_is_refused_with_the_remedy(tiny_model: Path) -> None:
-    with pytest.raises(ConfigError, match="zero_stage is 0.*use zero_stage 1"):
+    with pytest.raises(ConfigError, match=r"zero_stage is 0.*use zero_stage 1"):
         engine(tiny_model, zero_stage=0, compute_dtype="bfloat16")
 
 
@@ -114,13 +114,13 @@ def test_a_non_finite_gradient_skips_the_step_and_names_its_groups(
     e = engine(tiny_model, zero_stage=stage, compute_dtype=dtype, max_bad_steps=3, token_budget=64)
     groups = make_groups()
     e.train_step(groups, 0)
-    before, steps = weights(e), e.adam_steps
+    before, steps = weights(e), e.zero.steps
     real = e.backward
     monkeypatch.setattr(e, "backward", lambda loss, last: real(loss * float("nan"), last))
     metrics = e.train_step(groups, 1)
     assert metrics["step/skipped"] == 1 and metrics["grad_norm"] == 0.0
     assert json.dumps(metrics, allow_nan=False)
-    assert e.skipped_ordinals == (100, 101, 102, 103) and e.version == 2 and e.adam_steps == steps
+    assert e.skipped_ordinals == (100, 101, 102, 103) and e.version == 2 and e.zero.steps == steps
     after = weights(e)
     assert all(torch.equal(before[n], after[n]) for n in before)
     e.train_step(groups, 2)
