@@ -34,6 +34,7 @@ from rollout.config import WeightsConfig
 from rollout.engine import CommitReport, Rendezvous
 from rollout.errors import ConfigError
 from rollout.event_log import JsonLines, MetricsLog
+from rollout.trained_log import TrainedLog
 from rollout.types import Float32, Prompt
 from rollout.versions import WeightManifest
 
@@ -127,21 +128,22 @@ class LearnerActor:
         self.queue = QueueClient(self.task.queue, self.seat.name)
         self.prompts = self.task.prompt_source()
         self.event = self.task.events().append
+        self.trained = TrainedLog(self.run_dir / "trained.jsonl", spec.rank)
         if resume:
             path, passed_over = checkpoint.latest(self.run_dir / "checkpoints")
             for reason in passed_over:
                 self.event("checkpoint_passed_over", reason=reason)
             if path is not None:
                 self.engine.load_checkpoint(path)
-            if spec.rank == 0:
-                self._forget_after(self.engine.version)
+            self._forget_after(self.engine.version)
         return self.engine.version
 
     def _forget_after(self, version: int) -> None:
         """Steps after the checkpoint are made again, from the same groups in the same order."""
-        self.queue.restarted(version)
-        MetricsLog(self.run_dir / "metrics.jsonl").rewind(version + 1)
-        JsonLines(self.run_dir / "trained.jsonl").append({"resumed_from": version})
+        self.trained.resumed(version)
+        if self.spec.rank == 0:
+            self.queue.restarted(version)
+            MetricsLog(self.run_dir / "metrics.jsonl").rewind(version + 1)
 
     def _enter_world(self, meeting: tuple[str, int]) -> None:
         import torch.distributed as dist
@@ -228,7 +230,7 @@ class LearnerActor:
             self.engine,
             spec.schedule,
             effects,
-            trained=JsonLines(self.run_dir / "trained.jsonl"),
+            trained=self.trained,
             metrics=JsonLines(self.run_dir / "metrics.jsonl"),
             rank=spec.rank,
             world=spec.world,
@@ -281,7 +283,7 @@ class LearnerActor:
         }
         self._last_tokens, self._last_waiting, self._last_seen = tokens, waiting, now
         stats = self.queue.stats()
-        return found | {"groups/dropped": float(sum(stats["dropped"].values()))}
+        return found | {"groups/dropped": float(sum(stats["dropped_by_reason"].values()))}
 
     # ---- end -----------------------------------------------------------------------------------------------------
 

@@ -17,12 +17,13 @@ journal forget, and a crash between the two merely trains from the checkpoint ag
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollout.event_log import JsonLines
+from rollout.trained_log import TrainedLog
 from rollout.types import Group
 
 Metrics = dict[str, float]
@@ -91,7 +92,7 @@ class LearningLoop:
     learner: Learner
     schedule: Schedule
     effects: Effects
-    trained: JsonLines
+    trained: TrainedLog
     metrics: JsonLines
     rank: int = 0
     world: int = 1
@@ -119,7 +120,7 @@ class LearningLoop:
         metrics = self.learner.train_step(groups, step)
         trained = time.monotonic()
         version = self.learner.version
-        self.trained.append(self._trained_row(step, version, groups))
+        self.trained.trained(step, version, groups)
         self._tell(lambda: self.queue.trained(step, version))
         self._settle()
         self._enter("publish")
@@ -152,17 +153,6 @@ class LearningLoop:
         scores = pending.evaluation.result(self.schedule.evaluate_wait_s) if pending.evaluation else {}
         if pending.row and self.rank == 0:
             self.metrics.append(pending.row | scores)
-
-    def _trained_row(self, step: int, version: int, groups: Sequence[Group]) -> Mapping[str, object]:
-        return {
-            "step": step,
-            "version": version,
-            "rank": self.rank,
-            "ordinals": [g.ordinal for g in groups],
-            "attempts": [g.attempt for g in groups],
-            "oldest_versions": [g.oldest_version for g in groups],
-            "newest_versions": [g.newest_version for g in groups],
-        }
 
     def _enter(self, phase: str) -> None:
         self.phase, self.phase_since = phase, time.monotonic()

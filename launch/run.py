@@ -11,6 +11,7 @@ The driver moves no data and takes no decision during a run: if it is slow, noth
 from __future__ import annotations
 
 import json
+import signal
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ def run(config: RunConfig, run_dir: Path, resume: bool = False) -> int:
                 view.resume(directory.metrics())
                 watch.skip_what_is_there()
             stack.enter_context(cluster)
+            signal.signal(signal.SIGTERM, _interrupt)  # after Ray, which would only print a trace
             events.append("run_starting", resumed=resume, placements=[_seat(p) for p in plan.placements])
             cluster.start()
             events.append("run_started", version=cluster.version, resumed_from=cluster.version if resume else None)
@@ -64,13 +66,18 @@ def run(config: RunConfig, run_dir: Path, resume: bool = False) -> int:
             watch.look()
         outcome = _audit(directory)
     except KeyboardInterrupt:
-        outcome = {"outcome": "stopped", "reason": "Ctrl-C"}
+        outcome = {"outcome": "stopped", "reason": "interrupted"}
     except HeadraceError as error:
         outcome = {"outcome": "failed", "reason": str(error)}
     events.append("run_finished", **outcome)
     _report(directory)
     view.finish(outcome)
     return {"finished": 0, "stopped": 130}.get(str(outcome["outcome"]), 1)
+
+
+def _interrupt(*_: object) -> None:
+    """SIGTERM ends a run as Ctrl-C does."""
+    raise KeyboardInterrupt
 
 
 def _seat(placement: Placement) -> dict[str, Any]:
@@ -134,12 +141,20 @@ def _drain_and_export(cluster: Cluster, directory: RunDirectory, view: LiveView)
 
 
 def _audit(directory: RunDirectory) -> dict[str, Any]:
-    """The books, by an auditor that shares no code with the ledger."""
+    """The books, by an auditor that shares no code with the ledger; every finding goes into audit.json."""
     from rollout.audit import audit
 
     found = audit(directory.journal, directory.trained_path)
-    (directory.path / "audit.json").write_text(json.dumps(found.to_dict(), indent=1))
-    return {"outcome": "finished" if found.balanced else "unbalanced", **found.to_dict()}
+    (directory.path / "audit.json").write_text(json.dumps(found.as_row(), indent=1))
+    return {
+        "outcome": "finished" if found.clean and not found.in_flight else "unbalanced",
+        "issued": found.issued,
+        "trained": found.trained,
+        "dropped": found.dropped,
+        "lost": len(found.lost),
+        "duplicated": len(found.duplicated),
+        "max_staleness": found.max_staleness,
+    }
 
 
 def _report(directory: RunDirectory) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from actors.learning_loop import Effects, LearningLoop, Schedule
 from rollout.event_log import JsonLines, read_lines
+from rollout.trained_log import TrainedLog
 from rollout.types import Group, Scored, Status, Trajectory
 from rollout.versions import VersionSpan
 
@@ -68,7 +69,7 @@ class World:
 
     def loop(self, steps: int, evaluate_at: set[int], checkpoint_every: int, rank: int = 0) -> LearningLoop:
         schedule = Schedule(steps, frozenset(evaluate_at), checkpoint_every, take_wait_s=1.0)
-        trained, metrics = JsonLines(self.path / "trained"), JsonLines(self.path / "metrics")
+        trained, metrics = TrainedLog(self.path / "trained", rank), JsonLines(self.path / "metrics")
         return LearningLoop(self, self, schedule, self.effects(), trained, metrics, rank)
 
     def rows(self, name: str) -> list[dict[str, object]]:
