@@ -7,6 +7,7 @@ rewards: [{kind: verifier, name: exact, weight: 1.0}]
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -43,7 +44,7 @@ class PromptsConfig(Section):
     chat: bool = Field(False, description="wrap a plain prompt as a user message in the model's chat template")
     system: str | None = Field(None, description="system message of a chat prompt")
     drop_longer_than: int | None = Field(
-        None, ge=1, description="leave out rows of more prompt tokens; a row left in must fit the context"
+        None, ge=1, description="leave out prompts of more tokens; one that is left in must fit the context"
     )
 
     @model_validator(mode="after")
@@ -51,7 +52,7 @@ class PromptsConfig(Section):
         if self.source == "reasoning_gym":
             if self.task is None:
                 raise ValueError("source reasoning_gym needs task, e.g. task: chain_sum")
-            for key in ("path", "held_out_path", "columns", "drop_longer_than"):
+            for key in ("path", "held_out_path", "columns"):
                 if getattr(self, key):
                     raise ValueError(f"{key} has no meaning for source reasoning_gym; remove it")
         else:
@@ -103,6 +104,17 @@ class RewardConfig(Section):
             raise ValueError(f"kind function needs path as module:function, got {self.path!r}")
         if self.kind != "function" and self.path is not None:
             raise ValueError(f"path only has a meaning for kind function, not {self.kind}")
-        if self.kind == "overlong" and not {"max", "cache"} <= self.args.keys():
-            raise ValueError("kind overlong needs args: {max: tokens, cache: tokens}")
+        if not re.fullmatch(r"[\w.-]+", self.component):
+            raise ValueError(f"the component's name {self.component!r} may have letters, digits, _ . - only; set label")
+        if self.kind == "length" and self.args:
+            raise ValueError("kind length takes no args")
+        if self.kind == "overlong" and not _is_overlong(self.args):
+            raise ValueError(
+                f"kind overlong needs args: {{max: tokens, cache: tokens}} with 0 < cache <= max, got {self.args!r}"
+            )
         return self
+
+
+def _is_overlong(args: dict[str, Any]) -> bool:
+    whole = args.keys() == {"max", "cache"} and all(type(v) is int for v in args.values())
+    return whole and 0 < args["cache"] <= args["max"]

@@ -1,7 +1,7 @@
 """Prompt files -> rows. A row keeps its place in the file, so that an error can name it.
 
-    {"prompt": "sorted([3, 1, 2]) =", "answer": "[1, 2, 3]"}            -> Row("line 1", text="sorted...", meta={...})
-    {"messages": [{"role": "user", "content": "7+5?"}], "answer": "12"} -> Row("line 2", messages=(...), meta={...})
+    {"prompt": "sorted([3, 1, 2]) =", "answer": "[1, 2, 3]"}            -> Row("p.jsonl line 1", text=..., meta=...)
+    {"messages": [{"role": "user", "content": "7+5?"}], "answer": "12"} -> Row("p.jsonl line 2", messages=..., meta=...)
 
 Every other column goes to `meta`, where rewards find it. `columns` renames: {prompt: question, answer: extra.solution}.
 """
@@ -24,7 +24,7 @@ Message = Mapping[str, Any]
 class Row:
     """One prompt as its source states it: plain text or chat messages, never both."""
 
-    place: str  # "line 17", "row 17", "task chain_sum, index 17"
+    place: str  # "data/p.jsonl line 17", "data/p.parquet row 17", "task chain_sum, index 17"
     text: str | None = None
     messages: tuple[Message, ...] | None = None
     meta: Mapping[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ def read_rows(path: str | Path, source: str, columns: Mapping[str, str]) -> list
         raise ConfigError(f"prompt file {path} {why}; set prompts.path to a {source} file")
     try:
         records = _read_jsonl(path) if source == "jsonl" else _read_parquet(path)
-        rows = [_row(path, place, record, columns) for place, record in records]
+        rows = [_row(place, record, columns) for place, record in records]
     except OSError as error:
         why = error.strerror or str(error)
         raise ConfigError(f"prompt file {path} cannot be read: {why}; check its permissions") from error
@@ -59,7 +59,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             if not line.strip():
                 continue
             try:
-                yield f"line {number}", json.loads(line)
+                yield f"{path} line {number}", json.loads(line)
             except UnicodeDecodeError as error:
                 at = f"{path} line {number}"
                 raise ConfigError(f"{at} is not UTF-8 (byte {error.start}); save the file as UTF-8") from None
@@ -82,51 +82,51 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Any]]:
             for batch in file.iter_batches():
                 for record in batch.to_pylist():
                     number += 1
-                    yield f"row {number}", record
+                    yield f"{path} row {number}", record
     except pyarrow.ArrowException as error:
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(f"{path} is not a readable parquet file (after row {number}): {reason}") from error
 
 
-def _row(path: Path, place: str, record: Any, columns: Mapping[str, str]) -> Row:
+def _row(place: str, record: Any, columns: Mapping[str, str]) -> Row:
     if not isinstance(record, dict):
-        raise ConfigError(f"{path} {place} is {type(record).__name__}, not an object with a prompt")
+        raise ConfigError(f"{place} is {type(record).__name__}, not an object with a prompt")
     record = dict(record)
     for ours, theirs in columns.items():
-        record[ours] = _column(path, place, record, ours, theirs)
+        record[ours] = _column(place, record, ours, theirs)
     prompt, messages = record.pop("prompt", None), record.pop("messages", None)
     if isinstance(prompt, list) and messages is None:  # chat rows under the name `prompt` are common
         prompt, messages = None, prompt
     if (prompt is None) == (messages is None):
         what = "neither prompt nor messages" if prompt is None else "both prompt and messages"
         raise ConfigError(
-            f"{path} {place} has {what} (columns: {', '.join(map(str, record)) or 'none'}); "
+            f"{place} has {what} (columns: {', '.join(map(str, record)) or 'none'}); "
             "map yours with prompts.columns, e.g. {prompt: question}"
         )
     if messages is not None:
-        return Row(place, messages=_messages(path, place, messages), meta=record)
+        return Row(place, messages=_messages(place, messages), meta=record)
     if not isinstance(prompt, str) or not prompt.strip():
-        raise ConfigError(f"{path} {place}: prompt is {prompt!r}; it must be a text that is not blank")
+        raise ConfigError(f"{place}: prompt is {prompt!r}; it must be a text that is not blank")
     return Row(place, text=prompt, meta=record)
 
 
-def _column(path: Path, place: str, record: Mapping[str, Any], ours: str, theirs: str) -> Any:
+def _column(place: str, record: Mapping[str, Any], ours: str, theirs: str) -> Any:
     """The value at a dotted path: `extra.solution` reads record["extra"]["solution"]."""
     value: Any = record
     for part in [theirs] if theirs in record else theirs.split("."):
         if not isinstance(value, Mapping) or part not in value:
             has = ", ".join(map(str, record))
-            raise ConfigError(f"{path} {place} has no column {theirs!r} (prompts.columns.{ours}); it has {has}")
+            raise ConfigError(f"{place} has no column {theirs!r} (prompts.columns.{ours}); it has {has}")
         value = value[part]
     return value
 
 
-def _messages(path: Path, place: str, messages: Any) -> tuple[Message, ...]:
+def _messages(place: str, messages: Any) -> tuple[Message, ...]:
     well_formed = isinstance(messages, list) and bool(messages)
     for at, message in enumerate(messages if well_formed else ()):
         well_formed = isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
         if not well_formed:
-            raise ConfigError(f"{path} {place}: messages[{at}] is {message!r:.80}; it needs role and content")
+            raise ConfigError(f"{place}: messages[{at}] is {message!r:.80}; it needs role and content")
     if not well_formed:
-        raise ConfigError(f"{path} {place}: messages is {messages!r:.80}; it must be a list of role/content objects")
+        raise ConfigError(f"{place}: messages is {messages!r:.80}; it must be a list of role/content objects")
     return tuple(messages)

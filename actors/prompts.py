@@ -14,7 +14,7 @@ source.held_out()         [Prompt(ordinal=-1, ...), Prompt(ordinal=-2, ...), ...
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -61,14 +61,15 @@ class PromptSource:
     ) -> None:
         self.config, self.tokenizer, self.seed = config, tokenizer, seed
         self.max_prompt_tokens = max_prompt_tokens
-        self._shots = ""
+        self._shots = self._solved_examples() if config.shots else ""
         self._dropped = 0
         self._rows: Rows
         if config.source == "reasoning_gym":
-            self._rows = _TaskRows(config, seed)
-            self._shots = self._solved_examples()
+            self._rows = _TaskRows(config, seed, self._short_enough)
         else:
-            self._rows = self._file_rows()
+            training = self._read(config.path)
+            held_out = self._read(config.held_out_path) if config.held_out_path else None
+            self._rows = _FileRows(config, training, held_out, seed)
 
     @classmethod
     def open(cls, config: PromptsConfig, model: ModelConfig, seed: int, max_tokens: int = 0) -> PromptSource:
@@ -131,8 +132,6 @@ class PromptSource:
 
     def _solved_examples(self) -> str:
         """The same solved questions in front of every question, so that the engine computes them once."""
-        if not self.config.shots:
-            return ""
         assert self.config.task is not None
         stream = ReasoningTask(self.config.task, self.config.args, SHOTS_STREAM)
         template = self.config.template or DEFAULT_TEMPLATE
@@ -152,40 +151,42 @@ class PromptSource:
                     yield from ((row, len(i)) for (row, _), i in zip(batch, ids, strict=True))
 
     def _refuse_too_long(self, row: Row, length: int) -> None:
-        where = f"{self.config.path} {row.place}" if self.config.path else row.place
         if length == 0:
-            raise ConfigError(f"{where}: the prompt has no tokens")
+            raise ConfigError(f"{row.place}: the prompt has no tokens")
         if self.max_prompt_tokens is not None and length > self.max_prompt_tokens:
             raise ConfigError(
-                f"{where}: the prompt has {length} tokens, {self.max_prompt_tokens} fit beside sampling.max_tokens "
+                f"{row.place}: the prompt has {length} tokens, {self.max_prompt_tokens} fit beside sampling.max_tokens "
                 "in the model's context; shorten it, lower sampling.max_tokens, or set prompts.drop_longer_than"
             )
 
-    def _file_rows(self) -> _FileRows:
-        rows = read_rows(self.config.path or "", self.config.source, self.config.columns)
-        kept = rows
+    def _short_enough(self, row: Row) -> bool:
         longest = self.config.drop_longer_than
-        if longest is not None:
-            kept = [row for row, length in self._lengths(rows) if length <= longest]
-            self._dropped = len(rows) - len(kept)
-            if not kept:
-                raise ConfigError(
-                    f"{self.config.path}: none of {len(rows)} prompts has at most {longest} tokens; "
-                    "raise prompts.drop_longer_than"
-                )
-        return _FileRows(self.config, kept, self.seed)
+        return longest is None or all(length <= longest for _, length in self._lengths([row]))
+
+    def _read(self, path: str | None) -> list[Row]:
+        """The rows of a file, without those that prompts.drop_longer_than leaves out."""
+        rows = read_rows(path or "", self.config.source, self.config.columns)
+        longest = self.config.drop_longer_than
+        if longest is None:
+            return rows
+        kept = [row for row, length in self._lengths(rows) if length <= longest]
+        self._dropped += len(rows) - len(kept)
+        if not kept:
+            raise ConfigError(
+                f"{path}: none of {len(rows)} prompts has at most {longest} tokens; raise prompts.drop_longer_than"
+            )
+        return kept
 
 
 class _FileRows:
-    """n training rows in a fresh order per epoch, and the held-out ones."""
+    """n training rows in a fresh order per epoch, and the held-out ones (from a file of their own, or by content)."""
 
-    def __init__(self, config: PromptsConfig, rows: list[Row], seed: int) -> None:
+    def __init__(self, config: PromptsConfig, rows: list[Row], held_out: list[Row] | None, seed: int) -> None:
         self.seed = seed
-        if config.held_out_path is not None:
-            held = read_rows(config.held_out_path, config.source, config.columns)
-            self.held_out = held[: config.held_out or None]
-        else:
+        if held_out is None:
             self.held_out = sorted(_unique(rows), key=lambda row: row.content)[: config.held_out]
+        else:
+            self.held_out = held_out[: config.held_out or None]
         if len(self.held_out) < config.held_out:
             raise ConfigError(
                 f"prompts.held_out is {config.held_out}, but {config.held_out_path or config.path} has only "
@@ -208,15 +209,15 @@ class _FileRows:
 
 
 class _TaskRows:
-    """An endless stream of questions that steps around the held-out ones."""
+    """An endless stream of questions that steps around the held-out ones and those that are too long."""
 
-    def __init__(self, config: PromptsConfig, seed: int) -> None:
+    def __init__(self, config: PromptsConfig, seed: int, short_enough: Callable[[Row], bool]) -> None:
         assert config.task is not None
-        self.task = config.task
+        self.task, self._short_enough = config.task, short_enough
         self.stream = ReasoningTask(config.task, config.args, seed)
         evaluation = ReasoningTask(config.task, config.args, HELD_OUT_STREAM)
         candidates = (evaluation.row(i) for i in range(config.held_out * 20 + REDRAWS if config.held_out else 0))
-        self.held_out = _first_unique(candidates, config.held_out)
+        self.held_out = _first_unique(filter(short_enough, candidates), config.held_out)
         if len(self.held_out) < config.held_out:
             raise ConfigError(
                 f"prompts.held_out is {config.held_out}, but task {config.task} with these args has only about "
@@ -227,10 +228,11 @@ class _TaskRows:
     def at(self, ordinal: int) -> Row:
         for redraw in range(REDRAWS):
             row = self.stream.row(ordinal + (redraw << 32))  # far from every other ordinal's own questions
-            if row.content not in self._withheld:
+            if row.content not in self._withheld and self._short_enough(row):
                 return row
         raise ConfigError(
-            f"task {self.task}: {REDRAWS} questions in a row are held out; it has too few, lower prompts.held_out"
+            f"task {self.task}: {REDRAWS} questions in a row are held out or longer than prompts.drop_longer_than; "
+            "lower the one, raise the other, or make the task wider with prompts.args"
         )
 
     def to_check(self) -> Iterable[Row]:

@@ -231,11 +231,23 @@ def test_a_prompt_longer_than_the_context_is_named_with_row_length_and_limit(tmp
         PromptSource(PromptsConfig(path=path, drop_longer_than=3), tokenizer, 0)
 
 
+def test_an_endless_stream_steps_around_questions_that_are_too_long(tokenizer: Any) -> None:
+    free, bound = (task(tokenizer, task="chain_sum", held_out=8, drop_longer_than=n) for n in (None, 75))
+    lengths = [len(free.prompt_for(i).token_ids) for i in range(100)]
+    assert min(lengths) <= 75 < max(lengths)
+    prompts = [bound.prompt_for(i) for i in range(100)] + bound.held_out()
+    assert max(len(p.token_ids) for p in prompts) <= 75
+    kept = [i for i, n in enumerate(lengths) if n <= 75]
+    assert all(bound.prompt_for(i).text == free.prompt_for(i).text for i in kept)
+    with pytest.raises(ConfigError, match=r"only about 0 different questions"):
+        task(tokenizer, task="chain_sum", held_out=8, drop_longer_than=10)
+
+
 def test_held_out_prompts_are_measured_too(tmp_path: Path, tokenizer: Any) -> None:
     train = jsonl(tmp_path / "a.jsonl", rows(3))
     test = jsonl(tmp_path / "b.jsonl", [{"prompt": "y" * 50}])
     source = PromptSource(PromptsConfig(path=train, held_out_path=test), tokenizer, 0, max_prompt_tokens=40)
-    with pytest.raises(ConfigError, match="51 tokens"):
+    with pytest.raises(ConfigError, match=r"b.jsonl line 1: the prompt has 51 tokens"):
         source.check()
 
 

@@ -334,6 +334,27 @@ def test_a_verifier_without_its_column_is_a_config_error():
     check([verifier("exact", args={"reference": "solution"})], [prompt(solution="4")])
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"kind": "verifier"},
+        {"kind": "function", "path": "no_colon"},
+        {"kind": "function", "path": ":f"},
+        {"kind": "verifier", "name": "exact", "path": "a:b"},
+        {"kind": "verifier", "name": "exact", "label": "../../etc/passwd"},
+        {"kind": "overlong", "args": {"max": 4, "cache": 5}},
+        {"kind": "overlong", "args": {"max": 4.5, "cache": 1}},
+        {"kind": "overlong"},
+        {"kind": "length", "args": {"max": 4}},
+        {"kind": "verifier", "name": "exact", "weight": float("nan")},
+        {"kind": "verifier", "name": "exact", "deadline": 3},
+    ],
+)
+def test_contradictory_sections_are_refused(section):
+    with pytest.raises(ValueError, match="RewardConfig"):
+        RewardConfig(**section)
+
+
 def test_two_components_of_one_name_are_refused():
     with pytest.raises(ConfigError, match="two components are called 'exact'"):
         build([verifier("exact"), verifier("exact")])
