@@ -191,7 +191,7 @@ class WeightSync:
         failure: Exception | None = None
         for attempt in range(1, self.attempts + len(self._engines) + 1):
             self._require_engines(version, quarantined)
-            failure = await self._form(quarantined)
+            failure = await self._form(strikes, quarantined)
             if failure is not None:
                 continue
             started = time.monotonic()
@@ -208,24 +208,36 @@ class WeightSync:
         await self._discard_everywhere()
         raise WeightError(f"version {version} could not be sent after {attempt} attempts: {failure}")
 
-    async def _form(self, quarantined: dict[str, str]) -> Exception | None:
+    async def _form(self, strikes: dict[str, int], quarantined: dict[str, str]) -> Exception | None:
         """Make sure that the group consists of exactly the known engines; the error if somebody was missing."""
         wanted = tuple(self._engines)
         if self._members == wanted:
             return None
         rendezvous = await self.sender.invite(wanted)
         joins = [self._ask(n, self._engines[n].join(rendezvous[n]), self.timeout_s) for n in wanted]
-        entered, *outcomes = await asyncio.gather(self._ask("learner", self.sender.enter(), self.timeout_s), *joins)
+        entered, *outcomes = await self._all_or_call_off(
+            [self._ask("learner", self.sender.enter(), self.timeout_s), *joins]
+        )
         if entered.error is None and all(o.error is None for o in outcomes):
             self._members = wanted
             return None
         await self.sender.close_group()
         for o in outcomes:
-            missing = o.silent or _names(o.name, entered.error)
-            if missing or (o.error is not None and entered.error is None):
+            if o.error is not None and "called off" not in str(o.error):
+                strikes[o.name] = strikes.get(o.name, 0) + 1
+            if o.silent or _names(o.name, entered.error) or strikes.get(o.name, 0) >= self.attempts:
                 reason = f"did not enter the weight group: {o.error or entered.error}"
                 await self._quarantine(o.name, reason, quarantined)
         return entered.error or WeightError("an engine did not enter the weight group")
+
+    async def _all_or_call_off(self, asked: list[Awaitable[_Outcome]]) -> list[_Outcome]:
+        """Everybody's outcome; after the first failure nobody needs to wait for who is missing."""
+        tasks = [asyncio.ensure_future(a) for a in asked]
+        for done in asyncio.as_completed(tasks):
+            if (await done).error is not None:
+                await self.sender.close_group()
+                break
+        return list(await asyncio.gather(*tasks))
 
     async def _send_and_stage(self, version: int) -> tuple[Sent | None, Exception | None, list[_Outcome]]:
         manifest = await self.sender.announce(version)

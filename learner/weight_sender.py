@@ -184,7 +184,8 @@ class WeightSender:
         self._layout = None
 
     def close_group(self) -> None:
-        """End the epoch; engines that wait for us see it at once. Idempotent."""
+        """End the epoch; engines that wait for us, or for each other, see it at once. Idempotent."""
+        self._meeting.call_off(self.epoch)
         group, self._group = self._group, None
         if group is not None:
             group.close()

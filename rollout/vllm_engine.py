@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -202,17 +203,14 @@ class VllmEngine:
     async def _final(self, request_id: str, ids: list[int], parameters: Any) -> Any:
         """The last output of one request; EngineError if vLLM died under it."""
         from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError
 
         # with "salt", KV of one version is never the prefix of a request that starts under another
         salt = f"v{self._version}" if self.settings.kv_policy == "salt" else None
         prompt = tokens_input(ids, cache_salt=salt)
         llm, final = self._running(), None
-        try:
+        with _death_named(f"request {request_id}"):
             async for output in llm.generate(prompt, parameters, request_id):
                 final = output
-        except EngineDeadError as error:
-            raise EngineError(f"vLLM's engine process died during request {request_id}; restart the engine") from error
         if final is None:
             raise EngineError(f"vLLM ended request {request_id} without an output; restart the engine")
         return final
@@ -271,8 +269,11 @@ class VllmEngine:
         started = time.monotonic()
         token = await self._pauses.hold(f"commit of version {version}", ttl_s=2 * self.settings.timeout_s)
         try:
-            async with asyncio.timeout(self.settings.timeout_s):
-                load_s = await self._load(llm, version)
+            with _death_named(f"the commit of version {version}"):
+                async with asyncio.timeout(self.settings.timeout_s):
+                    load_s = await self._load(llm, version)
+        except EngineError:
+            raise
         except Exception as error:
             self._broken = f"loading version {version} failed ({type(error).__name__}: {error})"
             await llm.abort([r for r in list(llm.output_processor.request_states)], internal=True)
@@ -296,10 +297,11 @@ class VllmEngine:
         return time.monotonic() - started
 
     async def _pause(self) -> None:
-        await self._llm.pause_generation(mode="keep", clear_cache=self.settings.kv_policy == "recompute")
+        with _death_named("a pause"):
+            await self._llm.pause_generation(mode="keep", clear_cache=self.settings.kv_policy == "recompute")
 
     async def _resume(self) -> None:
-        if self._llm is not None:
+        if self._llm is not None and not self._llm.errored:
             await self._llm.resume_generation()
 
     async def pause(self, holder: str, ttl_s: float) -> int:
@@ -315,8 +317,9 @@ class VllmEngine:
         if self._llm is None:
             raise EngineError("the engine is not running; start it first")
         try:
-            async with asyncio.timeout(self.settings.timeout_s):
-                answers = await self._llm.collective_rpc("headrace_weights", args=(what, dict(args)))
+            with _death_named(f"weight call {what!r}"):
+                async with asyncio.timeout(self.settings.timeout_s):
+                    answers = await self._llm.collective_rpc("headrace_weights", args=(what, dict(args)))
         except TimeoutError as error:
             raise EngineError(f"vLLM's engine process did not answer {what!r}; restart the engine") from error
         receipts = [Receipt(**{k: a[k] for k in a if k not in ("load_s", "mended")}) for a in answers]
@@ -354,6 +357,17 @@ class VllmEngine:
             "engine_broken": float(bool(self._broken)),
             "engine_paused": float(len(self._pauses.holders)),
         }
+
+
+@contextmanager
+def _death_named(during: str) -> Iterator[None]:
+    """vLLM's "engine dead" as our error, which pickles and says what to do."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineError(f"vLLM's engine process died during {during}; restart the engine") from error
 
 
 def _completion(output: Any, initial_version: int) -> Completion:

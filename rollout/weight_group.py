@@ -24,6 +24,7 @@ from rollout.engine import Rendezvous
 from rollout.errors import DeadlineError, WeightError
 
 _POLL_S = 0.02
+_PREFIX, _CALLED_OFF = "headrace", "called-off"
 
 
 class MeetingPoint:
@@ -31,7 +32,10 @@ class MeetingPoint:
 
     def __init__(self, host: str = "127.0.0.1", timeout_s: float = 60.0) -> None:
         self.host, self.timeout_s = host, timeout_s
-        self._store = dist.TCPStore(host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+        patience = timedelta(seconds=timeout_s)
+        self._store = dist.TCPStore(host, 0, None, True, patience, wait_for_workers=False)
+        # a second connection: the first is locked while a group waits for something on it
+        self._bell = dist.TCPStore(host, self._store.port, None, False, patience, wait_for_workers=False)
 
     @property
     def port(self) -> int:
@@ -49,6 +53,10 @@ class MeetingPoint:
             for rank, name in enumerate(members, start=1)
         }
 
+    def call_off(self, epoch: int) -> None:
+        """Members that still wait for others to enter this epoch stop waiting."""
+        self._bell.set(f"{_PREFIX}/{epoch}/{_CALLED_OFF}", "1")
+
     def own(self, epoch: int, n_members: int) -> Rendezvous:
         return Rendezvous(epoch, self.host, self.port, 0, n_members + 1, self.timeout_s)
 
@@ -65,6 +73,8 @@ def _announce_and_await(store: dist.Store, rdv: Rendezvous, names: Mapping[int, 
     store.set(f"here/{rdv.rank}", "1")
     waiting = [r for r in range(rdv.world_size) if r != rdv.rank]
     while waiting:
+        if store.check([_CALLED_OFF]):
+            raise WeightError(f"weight group epoch {rdv.epoch} was called off; wait for the next invitation")
         waiting = [r for r in waiting if not store.check([f"here/{r}"])]
         if waiting and time.monotonic() > deadline:
             who = ", ".join(names.get(r, "the learner" if r == 0 else f"rank {r}") for r in waiting)
@@ -98,12 +108,13 @@ class GlooGroup:
         timeout = timedelta(seconds=rdv.timeout_s)
         try:
             base = store or dist.TCPStore(rdv.host, rdv.port, None, False, timeout, wait_for_workers=False)
-            epoch_store = dist.PrefixStore(f"headrace/{rdv.epoch}", base)
+            epoch_store = dist.PrefixStore(f"{_PREFIX}/{rdv.epoch}", base)
             _announce_and_await(epoch_store, rdv, names or {}, deadline)
             options = dist.ProcessGroupGloo._Options()
             here = rdv.host if rdv.rank == 0 else _address_towards(rdv.host, rdv.port)
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]
-            options._timeout = timeout
+            # everybody is there, so connecting takes milliseconds; who dies just now must not cost a whole deadline
+            options._timeout = timedelta(seconds=min(rdv.timeout_s, max(2.0, rdv.timeout_s / 4)))
             options._threads = 1
             group = dist.ProcessGroupGloo(epoch_store, rdv.rank, rdv.world_size, options)
         except RuntimeError as error:  # all that torch's stores and gloo raise

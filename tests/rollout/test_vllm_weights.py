@@ -1,5 +1,5 @@
-"""Proves, with the real vLLM on CPU and a model with a tied output head: vLLM's reload leaves the head stale (so that
-the day it no longer does is noticed), digests and greedy output do not see it, the canary does, and the mend ends it."""
+"""Proves, with the real vLLM on CPU and a model with a tied output head: vLLM's reload leaves the head stale (the day it no
+longer does is noticed), the digests do not see it, the canary does, and the mend ends it."""
 
 from __future__ import annotations
 
