@@ -153,6 +153,8 @@ class GlooGroup:
             raise WeightError(f"weight group epoch {epoch} broke: {reason}") from error
         finally:
             del work  # a traceback that keeps this frame must not keep the connection
+            if self.broken:
+                self.close()  # gloo broadcasts along a tree: whoever waits behind us must not wait for the deadline
 
     def close(self) -> None:
         """Leave; peers that wait for us see the connection close. Idempotent, and it never blocks."""

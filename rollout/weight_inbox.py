@@ -142,7 +142,7 @@ class WeightInbox:
     def stage(self, manifest: WeightManifest) -> None:
         """Start to receive a version from the group entered last."""
         group = self._group
-        if group is None:
+        if group is None or group.broken:
             raise WeightError(f"no weight group to receive version {manifest.version} from; join one first")
         if self._thread is not None and self._thread.is_alive():
             raise WeightError(f"still {self._receipt.state}; discard it before staging version {manifest.version}")
