@@ -65,7 +65,7 @@ class Ledger:
         self.noticed = False  # said once per step that nothing has signal
         self.rewinds: list[str] = []
         self.draining: str | None = None
-        self.poison: deque[tuple[int, str]] = deque(maxlen=100)
+        self.poison: deque[int] = deque(maxlen=100)  # the latest ordinals that failed too often
         self.facts: list[Fact] = []
 
     # ---- rollout actors
@@ -204,20 +204,24 @@ class Ledger:
         self._drop(too_old, "stale")
         if self.ending and not self.untaken:
             raise Drained(self.ending)
+        if self.counts[State.SCORED] < self.settings.groups_per_step:
+            self._refuse_hopeless(step)
+            return Waiting.for_more(step, self.untaken.values(), self.settings)
+        chosen = choose(step, self.untaken.values(), self.live, self.settings)
+        if isinstance(chosen, Waiting):
+            return chosen
+        self._record(Taken(step, chosen))
+        self._end_if_nothing_is_left()
+        return chosen
+
+    def _refuse_hopeless(self, step: int) -> None:
+        """Rewards that always fail would otherwise be waited for, and paid for, for ever."""
         failed, s = self.refilled["too_few_scored"], self.settings
         if failed > s.max_refills * s.groups_per_step:
             raise QueueError(
                 f"step {step}: {failed} groups in a row had fewer than min_viable = {s.min_viable} scored answers; "
                 "look at the rewards (events.jsonl), then run again with --resume"
             )
-        if self.counts[State.SCORED] < s.groups_per_step:
-            return Waiting.for_more(step, self.untaken.values(), s)
-        chosen = choose(step, self.untaken.values(), self.live, s)
-        if isinstance(chosen, Waiting):
-            return chosen
-        self._record(Taken(step, chosen))
-        self._end_if_nothing_is_left()
-        return chosen
 
     def _take_again(self, step: int) -> tuple[int, ...]:
         groups = self.plan.get(step)
@@ -310,7 +314,11 @@ class Ledger:
                     self._drop([entry.ordinal], "scoring_failed")
 
     def resume(self, now: float) -> None:
-        """After a replay: every lease gets a fresh deadline, since nobody knows how long the server was away."""
+        """After a replay: every lease gets a fresh deadline, since nobody knows how long the server was away.
+
+        Rewards that always failed may have been mended in the meantime, so they are counted afresh too.
+        """
+        self.refilled.pop("too_few_scored", None)
         for entry in self.untaken.values():
             entry.first_lease, entry.deadline = now, now + self.settings.lease_s
 
@@ -361,7 +369,6 @@ class Ledger:
         returned = tuple(o for o in ordinals if o not in poisoned)
         if returned:
             self._record(Returned(returned, reason, failed))
-        self.poison.extend((o, reason) for o in poisoned)
         self._drop(poisoned, "poison")
 
     def _drop(self, ordinals: Iterable[int], reason: str) -> None:
@@ -453,6 +460,8 @@ class Ledger:
                 self.plan[entry.step] = tuple(o for o in self.plan[entry.step] if o != ordinal)
         self.dropped[fact.reason] += len(fact.ordinals)
         self.refilled[fact.reason] += len(fact.ordinals)
+        if fact.reason == "poison":
+            self.poison.extend(fact.ordinals)
 
     def _apply_rewound(self, fact: Rewound) -> None:
         for step, ordinals in self.plan.items():

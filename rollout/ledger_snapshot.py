@@ -25,7 +25,7 @@ def snapshot(ledger: Ledger) -> dict[str, Any]:
         "dropped": dict(ledger.dropped),
         "refilled": dict(ledger.refilled),
         "rewinds": list(ledger.rewinds),
-        "poison": [list(p) for p in ledger.poison],
+        "poison": list(ledger.poison),
         "entries": [_entry_row(e) for e in ledger.entries.values()],
     }
 
@@ -45,7 +45,7 @@ def restore(settings: LedgerSettings, value: dict[str, Any]) -> Ledger:
     ledger.unreleased = dict(value["unreleased"])
     ledger.dropped, ledger.refilled = Counter(value["dropped"]), Counter(value["refilled"])
     ledger.rewinds = list(value["rewinds"])
-    ledger.poison.extend((o, reason) for o, reason in value["poison"])
+    ledger.poison.extend(value["poison"])
     ledger.counts[State.COMMITTED] = value["committed"]
     for row in value["entries"]:
         entry = _read_entry(row)

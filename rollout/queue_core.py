@@ -291,7 +291,7 @@ class QueueCore:
             "committed_steps": ledger.committed_steps,
             "draining": ledger.ending,
             "ended": ledger.ended,
-            "poison": [list(p) for p in ledger.poison],
+            "poison": list(ledger.poison),
             "staleness": self.staleness,
             "bytes": {"in_memory": self.payloads.bytes_in_memory, "limit": self.payloads.max_bytes},
             "journal": {"bytes": self.journal.bytes_written, "syncs": self.journal.syncs},
