@@ -204,7 +204,7 @@ class LiveView:
         return f"learner: {phase}" if phase else ""
 
     def _say(self, line: str) -> None:
-        self.console.print(line, markup=False, highlight=False)
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _redraw(self) -> None:
         if self._live is not None:

@@ -52,6 +52,8 @@ def told(config: RunConfig, rows: Sequence[Row], events: Sequence[Row]) -> Progr
 def summary_of(events: Sequence[Row]) -> dict[str, Any]:
     """What the driver said at the end; that it is still running (or died) where it said nothing."""
     for event in reversed(events):
+        if event["event"] in ("run_starting", "run_started"):  # resumed since
+            break
         if event["event"] == "run_finished":
             return {k: v for k, v in event.items() if k not in ("time", "event")}
     return {"outcome": "not finished"}

@@ -3,9 +3,9 @@
     predict(config, Stages(generate_s=4.0, score_s=0.05, train_s=6.5, sync_s=0.45)) ->
         Prediction(step_s=7.0, idle_learner=0.01, idle_rollout=0.42, staleness_mean=1.6, staleness_max=2, ...)
 
-A discrete-event simulation of the ledger's rules: (S + 1) * P slots, take of the oldest P scored groups, slots freed
-once the weights of the step are live. The groups in one engine share its speed evenly; a group is as old as the weights
-that were live when it was leased. Work varies by `spread` around its mean with a fixed seed, so a prediction repeats.
+A discrete-event simulation around the ledger itself (rollout/ledger.py), on a clock of its own: slots, order, the
+staleness bound and the end of the run are the real rules. The groups in one engine share its speed evenly. Work varies
+by `spread` around its mean with a fixed seed, so a prediction repeats.
 """
 
 from __future__ import annotations
@@ -15,10 +15,15 @@ import statistics
 from dataclasses import asdict, dataclass, field
 
 from launch.config import RunConfig
+from launch.ledger_settings import ledger_settings
 from launch.run_dir import RunDirectory
 from rollout.errors import ConfigError
+from rollout.ledger import Ledger
+from rollout.selection import Waiting
+from rollout.types import Scored
 
 FOREVER = float("inf")
+HOLDER = "engine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +60,7 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Means over the run, the first steps left out while the queue fills."""
+    """Means over the run without the steps in which the queue fills or runs dry; the whole run for staleness."""
 
     step_s: float
     idle_learner: float
@@ -116,23 +121,22 @@ class Loop:
     """The simulated run; `run` plays it to the end."""
 
     def __init__(self, config: RunConfig, stages: Stages, seed: int) -> None:
+        self.ledger = Ledger(ledger_settings(config))
         self.p, self.steps_wanted = config.algorithm.groups_per_step, config.run.steps
-        self.stages, self.rng = stages, random.Random(seed)
-        self.free, self.room = config.slots, config.groups_in_flight
+        self.verdicts = tuple(Scored(float(n % 2)) for n in range(config.sampling.group_size))
+        self.stages, self.rng, self.room = stages, random.Random(seed), config.groups_in_flight
         self.engines = [Engine() for _ in range(config.topology.rollout.replicas)]
-        self.leased_at: dict[int, int] = {}  # ordinal -> version live when it was leased
         self.scoring: list[tuple[float, int]] = []  # (when scored, ordinal)
-        self.scored: list[int] = []
         self.clock = self.waiting_since = 0.0
-        self.version, self.issued = 0, 0
-        self.step_ends: float = FOREVER
+        self.step_ends = FOREVER
         self.steps: list[Step] = []
 
     def run(self) -> list[Step]:
-        while len(self.steps) < self.steps_wanted:
+        while len(self.steps) < self.steps_wanted or self.step_ends < FOREVER:
             self._lease()
             self._take()
             self._pass_time(min(self.step_ends, min(self.scoring, default=(FOREVER, 0))[0], self._next_generated()))
+            self.ledger.facts.clear()  # nobody keeps a journal of this run
         return self.steps
 
     def _next_generated(self) -> float:
@@ -144,42 +148,56 @@ class Loop:
         return mean * self.rng.lognormvariate(-s * s / 2, s)
 
     def _lease(self) -> None:
-        """While there are slots and room: one more group for the engine with the fewest."""
-        while self.free:
+        """While the ledger gives leases and engines have room: one more group for the engine with the fewest."""
+        while self.ledger.ending is None:
             engine = min(self.engines, key=lambda e: len(e.left))
             if len(engine.left) >= self.room:
                 return
-            engine.left[self.issued] = self._vary(self.stages.generate_s / self.p)
-            self.leased_at[self.issued] = self.version
-            self.issued, self.free = self.issued + 1, self.free - 1
+            leases = self.ledger.lease(1, HOLDER, f"{self.ledger.issued}", self.clock)
+            if not leases:
+                return
+            engine.left[leases[0].ordinal] = self._vary(self.stages.generate_s / self.p)
 
     def _take(self) -> None:
-        """The learner takes the oldest P scored groups when it is idle; the step ends with its weights live."""
-        if self.step_ends < FOREVER or len(self.scored) < self.p:
+        """An idle learner takes its next step; it ends with its weights live."""
+        if self.step_ends < FOREVER or len(self.steps) == self.steps_wanted:
             return
-        taken, self.scored = sorted(self.scored)[: self.p], sorted(self.scored)[self.p :]
+        taken = self.ledger.take(self.ledger.next_step, self.clock)
+        if isinstance(taken, Waiting):
+            return
         self.step_ends = self.clock + self._vary(self.stages.train_s) + self._vary(self.stages.sync_s)
-        ages = [self.version - self.leased_at.pop(ordinal) for ordinal in taken]
+        ages = [self.ledger.version - self.ledger.entries[ordinal].version for ordinal in taken]
         self.steps.append(Step(self.step_ends, self.clock - self.waiting_since, 0.0, ages))
 
     def _pass_time(self, until: float) -> None:
         for engine in self.engines:
             for ordinal in engine.advance(until - self.clock):
-                self.scoring.append((until + self._vary(self.stages.score_s), ordinal))
+                self._generated(ordinal, until)
         self.clock = until
-        self.scored += [ordinal for when, ordinal in self.scoring if when <= until]
-        self.scoring = [(when, ordinal) for when, ordinal in self.scoring if when > until]
+        for _, ordinal in sorted(scored for scored in self.scoring if scored[0] <= until):
+            self.ledger.score(ordinal, self.verdicts, until)
+        self.scoring = [scored for scored in self.scoring if scored[0] > until]
         if self.step_ends <= until:
             self.step_ends, self.waiting_since = FOREVER, until
-            self.version, self.free = self.version + 1, self.free + self.p
+            self.ledger.trained(self.ledger.version, self.ledger.version + 1)
+            self.ledger.release(self.ledger.version)
+            self.ledger.commit(self.ledger.version - 1)
             self.steps[-1].engines_idle = sum(engine.idle for engine in self.engines) / len(self.engines)
+
+    def _generated(self, ordinal: int, now: float) -> None:
+        entry = self.ledger.entries.get(ordinal)
+        if entry is None:  # dropped meanwhile
+            return
+        self.ledger.submit(ordinal, entry.attempt, HOLDER, 1, entry.version, now)
+        self.scoring.append((now + self._vary(self.stages.score_s), ordinal))
 
 
 def predict(config: RunConfig, stages: Stages, seed: int = 0) -> Prediction:
     """Play the whole run. Pure."""
     steps = Loop(config, stages, seed).run()
-    whole = steps[:-1] if len(steps) > 1 else steps  # of the last one, nobody saw the end
-    skipped = min(config.staleness.bound + 1, len(whole) - 1)
+    filling = min(config.staleness.bound + 1, len(steps) // 3)
+    emptying = filling  # at the end nothing new is leased, so engines run dry
+    whole, skipped = steps[: len(steps) - emptying], filling
     kept, start = whole[skipped:], whole[skipped - 1] if skipped else Step(0.0, 0.0, 0.0, [])
     seconds = max(kept[-1].end - start.end, 1e-9)
     ages = [age for step in steps for age in step.ages]

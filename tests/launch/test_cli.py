@@ -18,7 +18,7 @@ from rollout.errors import ConfigError, QueueError
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "launch/topologies/demo_cpu.yaml")
-HEAVY = {"torch", "ray", "vllm", "deepspeed", "transformers", "matplotlib", "numpy.fft"}
+HEAVY = {"torch", "ray", "vllm", "deepspeed", "transformers", "matplotlib"}
 
 PROBE = """
 import sys
