@@ -62,6 +62,7 @@ class _Chunked(torch.autograd.Function):
         chunk: int,
         fp32: bool,
     ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         n = hidden.shape[0]
         logprobs, entropy, norm = (torch.empty(n, dtype=wide, device=hidden.device) for _ in range(3))
@@ -92,16 +93,17 @@ class _Chunked(torch.autograd.Function):
         for at in range(0, hidden.shape[0], chunk):
             part = slice(at, at + chunk)
             logp = _logits(hidden[part], weight, bias, temperature, wide, fp32).sub_(norm[part].unsqueeze(-1))
-            dz = _dlogits(logp, targets[part], entropy[part], _part(grad_logp, part), _part(grad_entropy, part)).div_(
-                temperature
-            )
+            pulls = (_part(grad_logp, part), _part(grad_entropy, part))
+            dz, live = _dlogits(logp, targets[part], entropy[part], *pulls)
+            dz.div_(temperature)
             if d_bias is not None:
                 d_bias += dz.sum(0)
             dz = dz.to(compute)
             if d_hidden is not None:
                 d_hidden[part] = (dz @ weight.to(compute)).to(hidden.dtype)
             if d_weight is not None:
-                d_weight += (dz.t() @ hidden[part].to(compute)).to(wide)
+                h = torch.where(live.unsqueeze(-1), hidden[part], torch.zeros_like(hidden[part]))
+                d_weight += (dz.t() @ h.to(compute)).to(wide)
         return (
             d_hidden,
             d_weight.to(weight.dtype) if d_weight is not None else None,
@@ -114,8 +116,10 @@ def _part(grad: Tensor | None, part: slice) -> Tensor | None:
     return None if grad is None else grad[part]
 
 
-def _dlogits(logp: Tensor, targets: Tensor, entropy: Tensor, g: Tensor | None, g_entropy: Tensor | None) -> Tensor:
-    """[c, V] gradient of the scaled logits; exact zeros for a token without incoming gradient, NaN or not."""
+def _dlogits(
+    logp: Tensor, targets: Tensor, entropy: Tensor, g: Tensor | None, g_entropy: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """[c, V] gradient of the scaled logits; exact zeros for tokens without one (live: False), NaN or not."""
     p = logp.exp()
     dz = torch.zeros_like(logp)
     live = torch.zeros(len(logp), dtype=torch.bool, device=logp.device)
@@ -123,8 +127,8 @@ def _dlogits(logp: Tensor, targets: Tensor, entropy: Tensor, g: Tensor | None, g
         dz -= g.unsqueeze(-1) * p
         dz.scatter_add_(-1, targets.unsqueeze(-1), g.unsqueeze(-1))
         live |= g != 0
-    if g_entropy is not None and bool((g_entropy != 0).any()):
+    if g_entropy is not None:
         inner = torch.where(p > 0, p * (logp + entropy.unsqueeze(-1)), torch.zeros_like(p))
         dz -= g_entropy.unsqueeze(-1) * inner
         live |= g_entropy != 0
-    return torch.where(live.unsqueeze(-1), dz, torch.zeros_like(dz))
+    return torch.where(live.unsqueeze(-1), dz, torch.zeros_like(dz)), live

@@ -266,5 +266,5 @@ def _contradictions(c: Choices, s: Setting) -> list[tuple[bool, str]]:
 
 
 def _nearest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
+    close = difflib.get_close_matches(word, known, n=2)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else f"; known: {', '.join(sorted(known))}"

@@ -1,8 +1,15 @@
-"""Settings of every test: hypothesis searches without a clock (the machine may be busy; pytest-timeout bounds each test)."""
+"""Shared by all tests: models made on the spot, once per session."""
 
 from __future__ import annotations
 
-from hypothesis import settings
+from pathlib import Path
 
-settings.register_profile("headrace", deadline=None, max_examples=50)
-settings.load_profile("headrace")
+import pytest
+
+from actors.models import make_tiny_llama
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of 0.1 M parameters that speaks bytes, float32."""
+    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama")
