@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
-RUN_DIR ?= runs/demo
 SEEDS  ?= 200
 
 .PHONY: setup demo tiny test lint soak clean
@@ -10,15 +9,15 @@ SEEDS  ?= 200
 setup:
 	@$(PYTHON) launch/setup_env.py --venv $(VENV)
 
-models/smollm2-135m/config.json:
-	@$(BIN)/python -m actors.models prepare --out models/smollm2-135m
-
-data/sort3.jsonl:
-	@$(BIN)/python -m actors.prompts_data sort3 --out data/sort3.jsonl
-
 demo: setup
-	@$(MAKE) --no-print-directory models/smollm2-135m/config.json data/sort3.jsonl
-	@$(BIN)/headrace run launch/topologies/demo_cpu.yaml --run-dir $(RUN_DIR)
+	@$(BIN)/python -m actors.models prepare models/smollm2-135m
+	@$(BIN)/python -m actors.prompts_data sort3 --out data/sort3.jsonl
+	@$(BIN)/headrace run launch/topologies/demo_cpu.yaml
+
+tiny: setup
+	@$(BIN)/python -m actors.models tiny models/tiny-llama
+	@$(BIN)/python -m actors.prompts_data letters --out data/letters.jsonl
+	@$(BIN)/headrace run launch/topologies/tiny_cpu.yaml
 
 lint: setup
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

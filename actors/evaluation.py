@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from rollout.types import Prompt, Scored, Verdict
 
+NAME = "held_out"
 Answer = tuple[str, list[int], list[int]]  # text, tokens, versions that made them
-Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One version's answers. `rows` has a line per prompt: what was asked, what came back, what it is worth."""
+
+    version: int
+    score: float
+    failed: int
+    other_versions: int
+    rows: tuple[dict[str, Any], ...]
+
+    def metrics(self) -> dict[str, float]:
+        return {f"eval/{NAME}/reward": self.score}
+
+    def event(self) -> dict[str, Any]:
+        counts = {"prompts": len(self.rows), "failed": self.failed, "other_versions": self.other_versions}
+        return {"version": self.version, "name": NAME, "score": self.score, **counts}
 
 
 def evaluate(
@@ -15,22 +35,29 @@ def evaluate(
     version: int,
     answer: Callable[[Sequence[Prompt]], Sequence[Answer]],
     judge: Callable[[Sequence[Prompt], Sequence[str]], Sequence[Verdict]],
-) -> tuple[Metrics, dict[str, object]]:
-    """Metrics of one version and the event that records them.
+) -> Evaluation:
+    """Ask, judge, average. A failed verdict counts in `failed`, never as a zero; NaN where every verdict failed.
 
-    A failed verdict counts in `failed`, never as a zero. `other_versions` counts answers with a token of another
-    version: the learner publishes nothing while an evaluation runs, so anything but 0 is a defect.
+    `other_versions` counts answers with a token of another version: the learner publishes nothing while an evaluation
+    runs, so anything but 0 is a defect.
     """
     answers = answer(prompts)
     verdicts = judge(prompts, [text for text, _, _ in answers])
     values = [v.value for v in verdicts if isinstance(v, Scored)]
-    score = sum(values) / len(values) if values else float("nan")
-    event: dict[str, object] = {
-        "version": version,
-        "name": "held_out",
-        "score": score,
-        "prompts": len(prompts),
-        "failed": len(prompts) - len(values),
-        "other_versions": sum(versions != [version] for _, _, versions in answers),
-    }
-    return {"eval/held_out/reward": score}, event
+    rows = tuple(
+        {
+            "prompt": p.text,
+            "answer": text,
+            "token_ids": tokens,
+            "versions": made_by,
+            "value": v.value if isinstance(v, Scored) else None,
+        }
+        for p, (text, tokens, made_by), v in zip(prompts, answers, verdicts, strict=True)
+    )
+    return Evaluation(
+        version=version,
+        score=sum(values) / len(values) if values else float("nan"),
+        failed=len(rows) - len(values),
+        other_versions=sum(row["versions"] != [version] for row in rows),
+        rows=rows,
+    )

@@ -13,6 +13,7 @@ answers beside them. Engines are reached through Ray handles, wrapped into the p
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,11 +30,12 @@ from actors.role import Seat, Task, take
 from actors.weight_sync import CanaryPlan, ThreadedSender, WeightSync
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.presets import Setting, resolve
+from rollout.audit import audit
 from rollout.canary import CanaryText
 from rollout.config import WeightsConfig
 from rollout.engine import CommitReport, Rendezvous
 from rollout.errors import ConfigError
-from rollout.event_log import JsonLines, MetricsLog
+from rollout.event_log import JsonLines, MetricsLog, replace_file
 from rollout.trained_log import TrainedLog
 from rollout.types import Float32, Prompt
 from rollout.versions import WeightManifest
@@ -172,6 +174,7 @@ class LearnerActor:
         self.sender = WeightSender(self._source, bucket_bytes=w.bucket_mb << 20, timeout_s=w.timeout_s)
         canary = CanaryPlan(self._canary_texts(), self._score_canaries, w.canary_every, w.canary_tolerance)
         self._sync = WeightSync(ThreadedSender(self.sender), self.event, w.timeout_s, canary=canary)
+        self._audit()
         for name, actor in self._engines.items():
             self._sync.admit(name, RemoteEngine(actor))
         return self._publish(self.engine.version)
@@ -245,9 +248,11 @@ class LearnerActor:
         return self._beside.submit(self._evaluate_now, version)
 
     def _evaluate_now(self, version: int) -> Metrics:
-        metrics, event = evaluate(self.prompts.held_out(), version, self._answer, self._judge)
-        self.event("evaluation", **event)
-        return metrics
+        found = evaluate(self.prompts.held_out(), version, self._answer, self._judge)
+        answers = "".join(json.dumps(row) + "\n" for row in found.rows)
+        replace_file(self.run_dir / "evaluations" / f"v{version:08d}.jsonl", answers)
+        self.event("evaluation", **found.event())
+        return found.metrics()
 
     def _answer(self, prompts: Sequence[Prompt]) -> list[Any]:
         names = self._sync.engines if self._sync else ()
@@ -268,6 +273,12 @@ class LearnerActor:
         if self.spec.rank == 0:
             checkpoint.prune(root, self.spec.keep_last)
             self.event("checkpoint", version=version)
+            self._audit()
+
+    def _audit(self) -> None:
+        """Measure the books now: the journal against what this learner wrote down."""
+        found = audit(self.run_dir / "journal", self.run_dir / "trained.jsonl")
+        self._books = {"ledger/lost": float(len(found.lost)), "ledger/duplicated": float(len(found.duplicated))}
 
     def _observe(self) -> Metrics:
         """Rollout throughput and idleness since the last step, and the books of the queue."""
@@ -283,7 +294,7 @@ class LearnerActor:
         }
         self._last_tokens, self._last_waiting, self._last_seen = tokens, waiting, now
         stats = self.queue.stats()
-        return found | {"groups/dropped": float(sum(stats["dropped_by_reason"].values()))}
+        return found | self._books | {"groups/dropped": float(sum(stats["dropped_by_reason"].values()))}
 
     # ---- end -----------------------------------------------------------------------------------------------------
 

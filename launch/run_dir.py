@@ -6,6 +6,7 @@
       events.jsonl      starts, deaths, drops, commits    EventLog (any process of the run)
       trained.jsonl     what each step consumed           the learner itself; read by the audit
       gauges.json       what every role is doing now      the driver, every second or two, replaced atomically
+      evaluations/      the held-out answers of each evaluated version, one file each
       journal/ checkpoints/ logs/ keys/                   the queue, the learner, every role
       report.html curves.png                              `headrace report`
 
@@ -73,7 +74,7 @@ class RunDirectory:
 
     def prepared(self) -> RunDirectory:
         """Make the folders; harmless where they exist."""
-        for folder in (self.path, self.journal, self.checkpoints, self.logs):
+        for folder in (self.path, self.journal, self.checkpoints, self.evaluations, self.logs):
             folder.mkdir(parents=True, exist_ok=True)
         return self
 
