@@ -7,15 +7,14 @@
     export    the final weights as a Hugging Face directory
 
 All of these run on ONE thread (`_work`): torch keeps its gradient mode and its OpenMP team per thread. `gauges`
-answers beside them. Engines are reached through Ray handles, wrapped into the port that `weight_sync` knows.
+answers beside them. No method is a coroutine: Ray would run all of them on one event loop.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,19 +25,16 @@ import ray
 
 from actors.evaluation import evaluate
 from actors.learning_loop import Effects, LearningLoop, Metrics, Schedule
+from actors.publisher import Publisher, RemoteEngine, canary_texts
 from actors.role import Seat, Task, take
-from actors.weight_sync import CanaryPlan, ThreadedSender, WeightSync
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.presets import Setting, resolve
 from rollout.audit import audit
-from rollout.canary import CanaryText
 from rollout.config import WeightsConfig
-from rollout.engine import CommitReport, Rendezvous
 from rollout.errors import ConfigError
 from rollout.event_log import JsonLines, MetricsLog, replace_file
 from rollout.trained_log import TrainedLog
-from rollout.types import Float32, Prompt
-from rollout.versions import WeightManifest
+from rollout.types import Prompt
 
 CANARIES = 4
 MEETING_S = 600.0
@@ -58,28 +54,6 @@ class LearnerSpec:
     keep_last: int
 
 
-class RemoteEngine:
-    """A rollout actor as the `EnginePort` of weight_sync: each call is one Ray call."""
-
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
-
-    async def join(self, rendezvous: Rendezvous) -> None:
-        await self._actor.join.remote(rendezvous)
-
-    async def stage_weights(self, manifest: WeightManifest) -> float:
-        return await self._actor.stage.remote(manifest)
-
-    async def commit_weights(self, version: int, digest: str = "") -> CommitReport:
-        return await self._actor.commit.remote(version, digest)
-
-    async def discard_weights(self) -> None:
-        await self._actor.discard.remote()
-
-    async def score(self, prompt_ids: Sequence[int], token_ids: Sequence[int], temperature: float) -> Float32:
-        return await self._actor.score.remote(prompt_ids, token_ids, temperature)
-
-
 @ray.remote(max_restarts=0, max_concurrency=4)
 class LearnerActor:
     """See the map above."""
@@ -90,7 +64,6 @@ class LearnerActor:
         self._work = ThreadPoolExecutor(1, thread_name_prefix="learn")
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="evaluate")
         self._loop: LearningLoop | None = None
-        self._sync: WeightSync | None = None
         self._last_tokens, self._last_waiting, self._last_seen = 0.0, 0.0, time.monotonic()
         take(seat, task)
 
@@ -165,69 +138,20 @@ class LearnerActor:
         return self._work.submit(self._connect).result()
 
     def _connect(self) -> Metrics:
-        from learner.weight_sender import WeightSender
-
-        if self.spec.rank:
-            self._follow()
-            return {}
-        w = self.spec.weights
-        self.sender = WeightSender(self._source, bucket_bytes=w.bucket_mb << 20, timeout_s=w.timeout_s)
-        canary = CanaryPlan(self._canary_texts(), self._score_canaries, w.canary_every, w.canary_tolerance)
-        self._sync = WeightSync(ThreadedSender(self.sender), self.event, w.timeout_s, canary=canary)
-        self._audit()
+        spec = self.spec
+        canaries = canary_texts([self.prompts.prompt_for(i).token_ids for i in range(CANARIES)])
+        self.publisher = Publisher(self.engine, spec.weights, spec.rank, spec.world, self.event, canaries)
         for name, actor in self._engines.items():
-            self._sync.admit(name, RemoteEngine(actor))
-        return self._publish(self.engine.version)
-
-    # ---- weights -------------------------------------------------------------------------------------------------
-
-    def _source(self) -> Iterator[tuple[str, Any]]:
-        """The weights, walked by all ranks in step: under ZeRO-3 each tensor is gathered from all of them."""
-        self._signal(1)
-        yield from self.engine.state_tensors()
-
-    def _follow(self) -> None:
-        """What other ranks do while rank 0 publishes: walk along as often as it walks."""
-        while self._signal(0):
-            for _ in self.engine.state_tensors():
-                pass
-
-    def _signal(self, value: int) -> int:
-        """Rank 0 says 1 (walk with me) or 0 (done); the others hear it."""
-        import torch
-        import torch.distributed as dist
-
-        if self.spec.world == 1:
-            return value
-        word = torch.tensor([value], device=self.engine.device)
-        dist.broadcast(word, 0)
-        return int(word)
-
-    def _publish(self, version: int, grad_norm: float | None = None) -> Metrics:
-        if self._sync is None:
-            self._follow()
-            return {}
-        try:
-            report = asyncio.run(self._sync.push(version, grad_norm))
-        finally:
-            self._signal(0)
-        return report.metrics()
-
-    def _canary_texts(self) -> tuple[CanaryText, ...]:
-        """The first prompts of the run, their second halves scored after their first."""
-        prompts = [self.prompts.prompt_for(i).token_ids.tolist() for i in range(CANARIES)]
-        halves = [(ids[: (len(ids) + 1) // 2], ids[(len(ids) + 1) // 2 :]) for ids in prompts]
-        return tuple(CanaryText(tuple(a), tuple(b)) for a, b in halves if b)
-
-    async def _score_canaries(self) -> list[Float32]:
-        return [self.engine.score(t.prompt_ids, t.token_ids, 1.0) for t in self._canary_texts()]
+            self.publisher.admit(name, RemoteEngine(actor))
+        self._audit()
+        return self.publisher.push(self.engine.version)
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
         """The learning loop; returns the version reached."""
         spec = self.spec
-        effects = Effects(self._publish, self._evaluate, self._checkpoint, self._observe)
+        effects = Effects(self.publisher.push, self._evaluate, self._checkpoint, self._observe)
         self._loop = LearningLoop(
             self.queue,
             self.engine,
@@ -255,7 +179,7 @@ class LearnerActor:
         return found.metrics()
 
     def _answer(self, prompts: Sequence[Prompt]) -> list[Any]:
-        names = self._sync.engines if self._sync else ()
+        names = self.publisher.engines
         if not names:
             raise ConfigError("no engine is left to evaluate on")
         shares = [prompts[i :: len(names)] for i in range(len(names))]
