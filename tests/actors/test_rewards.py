@@ -276,6 +276,25 @@ def test_order_is_kept_over_several_processes_and_callers(tmp_path):
     assert (tmp_path / "reward-f.log").exists()
 
 
+def test_a_storm_of_failures_from_several_callers_gets_every_answer_its_own_verdict():
+    import random
+    from concurrent.futures import ThreadPoolExecutor
+
+    expected = {"good": "Scored", "raise": "raised", "die": "crashed", "nan": "nan", "segfault": "crashed"}
+    expected |= {"exit": "exited", "string": "not_a_number", "fork": "Scored", "scribble": "crashed", "print": "Scored"}
+    chance = random.Random(0)
+    batches = [chance.choices(list(expected), k=chance.randrange(1, 20)) for _ in range(16)]
+    scorer = build([function("on_demand", deadline_s=60, breaker=10_000)], processes=3)
+    try:
+        with ThreadPoolExecutor(4) as callers:
+            verdicts = list(callers.map(lambda batch: scorer.score(prompt(), batch), batches))
+    finally:
+        scorer.close()
+    assert [[kind(v) for v in vs] for vs in verdicts] == [[expected[way] for way in batch] for batch in batches]
+    counted = {k: n for k, n in scorer.gauges().items() if k.startswith("verdicts/")}
+    assert sum(counted.values()) == sum(map(len, batches))
+
+
 def test_prints_go_to_the_log(tmp_path):
     scorer = build([function("on_demand")], log_dir=tmp_path)
     try:
