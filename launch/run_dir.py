@@ -111,6 +111,10 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     @property
+    def evaluations(self) -> Path:
+        return self.path / "evaluations"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
