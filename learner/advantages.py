@@ -20,64 +20,26 @@ import torch
 from torch import Tensor
 
 from learner import returns
-from learner.choices import Choices
+from learner.choices import TOKEN_ADVANTAGES, Choices
 from learner.metric_sums import MetricSums
-from learner.segments import Reduce, Segments, alone
-
-NO_SIGNAL = 1e-6  # max - min of a group at or below this carries no signal
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The prompts of a flat list of answers. `Groups(ids=[0,0,1,1,1], n=2, scored=[1,1,1,0,1])`"""
-
-    ids: Tensor
-    n: int
-    scored: Tensor
-
-    @staticmethod
-    def of(rewards: Tensor, group_ids: Tensor) -> Groups:
-        return Groups(group_ids, int(group_ids.max()) + 1 if len(group_ids) else 0, torch.isfinite(rewards))
-
-    def sum(self, x: Tensor) -> Tensor:
-        """[N] -> [n]: over scored answers."""
-        return Segments(self.ids, self.n, self.scored).sum(x)
-
-    def size(self, dtype: torch.dtype) -> Tensor:
-        """[n]: scored answers."""
-        return Segments(self.ids, self.n, self.scored).count(dtype)
-
-    def mean(self, x: Tensor) -> Tensor:
-        """[N] -> [N]: every answer gets the mean of its group."""
-        return Segments(self.ids, self.n, self.scored).mean(x)[self.ids]
-
-    def extreme(self, x: Tensor, which: str) -> Tensor:
-        """[N] -> [n]: "amax" or "amin" over scored answers (-inf / inf where there is none)."""
-        worst = -torch.inf if which == "amax" else torch.inf
-        filled = torch.where(self.scored, x, torch.full_like(x, worst))
-        return torch.full((self.n,), worst, dtype=x.dtype, device=x.device).scatter_reduce(0, self.ids, filled, which)
-
-    def informative(self, x: Tensor) -> Tensor:
-        """[n] bool: at least two scored answers whose values differ by more than NO_SIGNAL."""
-        return (self.size(x.dtype) > 1) & (self.extreme(x, "amax") - self.extreme(x, "amin") > NO_SIGNAL)
-
+from learner.segments import Groups, Reduce, Segments, alone
 
 # ------------------------------------------------------------ estimators, A [N]
 # Each returns raw values; `finished` below puts the exact zeros in.
 
 
 def group_std(r: Tensor, g: Groups, eps: float, ddof: int) -> Tensor:
-    """GRPO, DeepSeekMath 2402.03300 eq. 4: A_i = (r_i - mean) / (std + eps)."""
+    """GRPO, DeepSeekMath 2402.03300: A_i = (r_i - mean) / (std + eps)."""
     return group_mean(r, g) / (_group_std(r, g, ddof) + eps)
 
 
 def group_mean(r: Tensor, g: Groups) -> Tensor:
-    """Dr.GRPO, 2503.20783 eq. 3: A_i = r_i - mean."""
+    """Dr.GRPO, 2503.20783: A_i = r_i - mean."""
     return r - g.mean(r)
 
 
 def leave_one_out(r: Tensor, g: Groups) -> Tensor:
-    """RLOO, 2402.14740 eq. 8: A_i = r_i - mean of the others = n / (n - 1) (r_i - mean)."""
+    """RLOO, 2402.14740: A_i = r_i - mean of the others = n / (n - 1) (r_i - mean)."""
     n = g.size(r.dtype)[g.ids]
     return group_mean(r, g) * n / (n - 1).clamp(min=1)
 
@@ -110,7 +72,7 @@ def maxrl(r: Tensor, g: Groups, eps: float = 0.0, guarded: bool = True) -> Tenso
 
 
 def opo(r: Tensor, g: Groups, lengths: Tensor) -> Tensor:
-    """OPO, 2505.23585 eq. 9: the variance-optimal baseline weighs rewards by length, A_i = r_i - sum l r / sum l."""
+    """OPO, 2505.23585: the variance-optimal baseline weighs rewards by length, A_i = r_i - sum l r / sum l."""
     length = lengths.to(r.dtype)
     return r - (g.sum(length * r) / g.sum(length).clamp(min=1))[g.ids]
 
@@ -195,42 +157,49 @@ def compute(
     r = rewards.double()
     g = Groups.of(r, group_ids)
     seq = Segments(sequence_ids, len(rewards), mask.bool())
-    beta = (choices.kl_coef if kl_coef is None else kl_coef) if choices.kl_in == "reward" else 0.0
-    if beta and token_kl is None:
-        raise ValueError(f"KL coefficient {beta} is charged to the reward, but no token_kl was given")
-    charge = (
-        beta * token_kl.double()
-        if beta and token_kl is not None
-        else torch.zeros(len(sequence_ids), dtype=r.dtype, device=r.device)
-    )
-    charge = torch.where(seq.mask & torch.isfinite(charge), charge, torch.zeros_like(charge))
+    charge = _kl_charge(choices, seq, token_kl, kl_coef)
     targets: Tensor | None = None
-    if choices.advantage in ("gae", "reinforce_pp", "reinforce_pp_baseline"):
+    per_sequence: Tensor | None = None
+    if choices.advantage in TOKEN_ADVANTAGES:
         per_token, targets = _per_token(choices, r, g, seq, charge, values, bootstrap, reduce)
-        per_sequence = None
     else:
-        shaped = r - seq.sum(charge)
-        if choices.components == "normalize_then_sum":
-            if components is None or component_weights is None:
-                raise ValueError("components 'normalize_then_sum' needs components [N, K] and component_weights [K]")
-            a = normalize_then_sum(
-                components.double(),
-                component_weights.double(),
-                group_ids,
-                choices.advantage_eps,
-                choices.advantage_ddof,
-                reduce,
-            )
-            a = torch.where(g.scored, a, torch.zeros_like(a))
-        else:
-            a = _estimate(choices, shaped, g, seq, reduce)
-        per_sequence = a if choices.advantage_clip is None else a.clamp(-choices.advantage_clip, choices.advantage_clip)
+        per_sequence = _per_sequence(choices, r - seq.sum(charge), g, seq, components, component_weights, reduce)
         per_token = seq.spread(per_sequence)
-    if choices.advantage_clip is not None:
-        per_token = per_token.clamp(-choices.advantage_clip, choices.advantage_clip)
     live = seq.mask & g.scored[sequence_ids]
     per_token = torch.where(live, per_token, torch.zeros_like(per_token))
+    if choices.advantage_clip is not None:
+        per_token = per_token.clamp(-choices.advantage_clip, choices.advantage_clip)
     return Advantages(per_token, g.scored, _counters(choices, r, g, seq, per_token, live), per_sequence, targets)
+
+
+def _kl_charge(c: Choices, seq: Segments, token_kl: Tensor | None, kl_coef: float | None) -> Tensor:
+    """What each token pays for its distance from the reference, [T]; 0 unless choices.kl_in is "reward"."""
+    beta = (c.kl_coef if kl_coef is None else kl_coef) if c.kl_in == "reward" else 0.0
+    nothing = torch.zeros(seq.ids.shape, dtype=torch.float64, device=seq.ids.device)
+    if not beta:
+        return nothing
+    if token_kl is None:
+        raise ValueError(f"KL coefficient {beta} is charged to the reward, but no token_kl was given")
+    charge = beta * token_kl.double()
+    return torch.where(seq.mask & torch.isfinite(charge), charge, nothing)
+
+
+def _per_sequence(
+    c: Choices,
+    r: Tensor,
+    g: Groups,
+    seq: Segments,
+    components: Tensor | None,
+    component_weights: Tensor | None,
+    reduce: Reduce,
+) -> Tensor:
+    if c.components == "sum_then_normalize":
+        return _estimate(c, r, g, seq, reduce)
+    if components is None or component_weights is None:
+        raise ValueError("components 'normalize_then_sum' needs components [N, K] and component_weights [K]")
+    parts, weights = components.double(), component_weights.double()
+    a = normalize_then_sum(parts, weights, g.ids, c.advantage_eps, c.advantage_ddof, reduce)
+    return torch.where(g.scored, a, torch.zeros_like(a))
 
 
 def _estimate(c: Choices, r: Tensor, g: Groups, seq: Segments, reduce: Reduce) -> Tensor:

@@ -214,7 +214,7 @@ def _policy_case(name: str, case: Case, doc: Document, c: Choices) -> dict[str, 
     adv = advantages.compute(c, rewards=doc.rewards(), group_ids=groups, mask=flat_mask, sequence_ids=ids)
     A = torch.zeros_like(adv.per_token) if name.startswith("kl/") else adv.per_token
     logp = doc.column("logp").requires_grad_()
-    columns = {
+    columns: dict[str, Any] = {
         "logprobs": logp,
         "old_logprobs": doc.column("logp_old"),
         "behaviour_logprobs": doc.column("logp_behave"),

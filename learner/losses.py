@@ -2,16 +2,16 @@
 
 Legend (all tensors are flat: T answer tokens of a packed batch, see learner/segments.py)
 
-    logp       [T]  log pi(y_t)      current policy, carries the gradient
-    logp_old   [T]  log pi_old(y_t)  proximal policy: the learner's weights when the step began
-    logp_mu    [T]  log mu(y_t)      behaviour policy: as sampled by the engine
-    logp_ref   [T]  log pi_ref(y_t)  frozen reference
-    base    [T]  what the ratio is taken to: logp_old (decoupled) or logp_mu (bypass); never carries a gradient
-    A       [T]  advantage
-    r       [T]  exp(logp - base)
-    sg[x]        stop-gradient, x.detach()
-    seq          Segments: seq.mean(x) is the mean over each answer's unmasked tokens, seq.spread() hands it back
-    |y|          unmasked tokens of an answer
+    logp      [T]  log pi(y_t)      current policy, carries the gradient
+    logp_old  [T]  log pi_old(y_t)  proximal policy: the learner's weights when the step began
+    logp_mu   [T]  log mu(y_t)      behaviour policy: as sampled by the engine
+    logp_ref  [T]  log pi_ref(y_t)  frozen reference
+    base      [T]  what the ratio is taken to: logp_old (decoupled) or logp_mu (bypass); never carries a gradient
+    A         [T]  advantage
+    r         [T]  exp(logp - base)
+    sg[x]          stop-gradient, x.detach()
+    seq            Segments: seq.mean(x) is the mean over each answer's unmasked tokens, seq.spread() hands it back
+    |y|            unmasked tokens of an answer
 
 Every kernel returns (loss_t [T], clipped_t [T] bool). Losses are minimised; clipped_t marks tokens whose gradient the
 rule cut (or whose detached weight it capped). Kernels neither average nor mask: `aggregate` in segments.py does both,
@@ -34,7 +34,11 @@ Width = float | Tensor  # a clip width, or one per token (staleness-adaptive)
 
 def ratio(logp: Tensor, base: Tensor) -> Tensor:
     """r = exp(clamp(logp - base, +-20))."""
-    return (logp - base).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return _exp(logp - base)
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 # ------------------------------------------------------------ clipped ratios
@@ -46,7 +50,7 @@ def ppo_clip(
     """PPO, Schulman et al. 1707.06347 eq. 7; DAPO's clip-higher (2503.14476 eq. 10) is clip_high > clip_low.
 
     L = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)
-    dual clip, Ye et al. 1912.09729 eq. 5: for A < 0 also L <- min(L, -c A), c > 1 absolute.
+    dual clip, Ye et al. 1912.09729: for A < 0 also L <- min(L, -c A), c > 1 absolute.
     """
     r = ratio(logp, base)
     return _clipped_surrogate(r, A, 1 - clip_low, 1 + clip_high, dual_clip)
@@ -59,7 +63,7 @@ def gspo(
 
     s_i = exp(1/|y_i| sum_t (logp - base)),  L_i = max(-s_i A_i, -clip(s_i, 1 - clip_low, 1 + clip_high) A_i)
     """
-    s = seq.spread(seq.mean(logp - base).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp())
+    s = seq.spread(_exp(seq.mean(logp - base)))
     return _clipped_surrogate(s, seq.spread(seq.mean(A)), 1 - clip_low, 1 + clip_high, None)
 
 
@@ -70,25 +74,25 @@ def gspo_token(
 
     s_{i,t} = sg[s_i] exp(logp - sg[logp]); equal to GSPO in value and gradient when A is constant over the answer.
     """
-    s = seq.spread(seq.mean((logp - base).detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp())
+    s = seq.spread(_exp(seq.mean((logp - base).detach())))
     return _clipped_surrogate(s * (logp - logp.detach()).exp(), A, 1 - clip_low, 1 + clip_high, None)
 
 
 def sequence_clip(
     logp: Tensor, base: Tensor, A: Tensor, seq: Segments, clip_low: Width, clip_high: Width
 ) -> tuple[Tensor, Tensor]:
-    """RLOO's whole-answer action (Ahmadian et al. 2402.14740 sec. 3.2) with PPO's clip, as TRL's RLOOTrainer.
+    """RLOO's whole-answer action (Ahmadian et al. 2402.14740) with PPO's clip, as TRL's RLOOTrainer.
 
     R_i = exp(sum_t (logp - base)),  L_i = max(-R_i A_i, -clip(R_i, 1 - clip_low, 1 + clip_high) A_i)
     """
-    r = seq.spread(seq.sum(logp - base).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp())
+    r = seq.spread(_exp(seq.sum(logp - base)))
     return _clipped_surrogate(r, seq.spread(seq.mean(A)), 1 - clip_low, 1 + clip_high, None)
 
 
 def gmpo(
     logp: Tensor, base: Tensor, A: Tensor, seq: Segments, clip_low: Width, clip_high: Width
 ) -> tuple[Tensor, Tensor]:
-    """GMPO, 2507.20673 eq. 4: geometric mean of token ratios, clipped one-sidedly in log space.
+    """GMPO, 2507.20673: geometric mean of token ratios, clipped one-sidedly in log space.
 
     d = logp - base;  A > 0: d <- min(d, clip_high);  A <= 0: d <- max(d, -clip_low);  L_i = -exp(1/|y_i| sum_t d) A_i
     """
@@ -102,13 +106,10 @@ def gmpo_ratio(
     """GMPO's clipped geometric-mean ratio of each answer [n], and where a token was clipped [T]."""
     d = logp - base
     a = seq.spread(seq.mean(A))
-    high, low = (
-        torch.as_tensor(clip_high, dtype=d.dtype, device=d.device),
-        torch.as_tensor(clip_low, dtype=d.dtype, device=d.device),
-    )
+    low, high = (torch.as_tensor(x, dtype=d.dtype, device=d.device) for x in (clip_low, clip_high))
     clipped = torch.where(a > 0, d > high, d < -low)
     d = torch.where(clipped, torch.where(a > 0, high, -low), d)
-    return seq.mean(d).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), clipped
+    return _exp(seq.mean(d)), clipped
 
 
 def _clipped_surrogate(r: Tensor, A: Tensor, low: Width, high: Width, dual_clip: float | None) -> tuple[Tensor, Tensor]:
@@ -131,7 +132,7 @@ def dual_clipped(r: Tensor, A: Tensor, dual_clip: float) -> Tensor:
 
 
 def cispo(logp: Tensor, base: Tensor, A: Tensor, weight_min: float, weight_max: float) -> tuple[Tensor, Tensor]:
-    """CISPO, MiniMax-M1 2506.13585 eq. 4-5: every token keeps a gradient, only its weight is capped.
+    """CISPO, MiniMax-M1 2506.13585: every token keeps a gradient, only its weight is capped.
 
     L = -sg[clip(r, weight_min, weight_max)] A logp.  The caps are ABSOLUTE ratios. The loss value means nothing.
     """
@@ -140,7 +141,7 @@ def cispo(logp: Tensor, base: Tensor, A: Tensor, weight_min: float, weight_max: 
 
 
 def aipo(logp: Tensor, base: Tensor, A: Tensor, weight_max: float) -> tuple[Tensor, Tensor]:
-    """AIPO, LlamaRL 2505.24034 eq. 4: L = -sg[min(r, weight_max)] A logp; above the cap the gradient stays, capped."""
+    """AIPO, LlamaRL 2505.24034: L = -sg[min(r, weight_max)] A logp; above the cap the gradient stays, capped."""
     return cispo(logp, base, A, 0.0, weight_max)
 
 
@@ -165,7 +166,7 @@ def reinforce(logp: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sapo(logp: Tensor, base: Tensor, A: Tensor, tau_pos: float, tau_neg: float) -> tuple[Tensor, Tensor]:
-    """SAPO, 2511.20347 eq. 5-6: a sigmoid gate instead of a clip.
+    """SAPO, 2511.20347: a sigmoid gate instead of a clip.
 
     L = -(4 / tau) sigmoid(tau (r - 1)) A,  tau = tau_pos if A > 0 else tau_neg;  dL/dlogp = -A at r = 1
     """

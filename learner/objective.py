@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from learner import corrections, losses
-from learner.choices import Choices
+from learner.choices import SEQUENCE_RATIO_LOSSES, Choices
 from learner.metric_sums import MetricSums
 from learner.segments import Denominators, Reduce, Segments, aggregate, alone, token_weights, upcast
 
@@ -206,9 +206,11 @@ def _regulariser(c: Choices, b: Batch) -> Tensor:
 
 def _kernel(c: Choices, b: Batch, base: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of each token, by name."""
-    low, high = c.clip_low, c.clip_high
-    if c.staleness_clip:
-        low, high = (corrections.staleness_width(x, b.staleness, c.staleness_clip) for x in (low, high))
+    low: losses.Width = c.clip_low
+    high: losses.Width = c.clip_high
+    if c.staleness_clip:  # one width per answer where there is one ratio per answer
+        age = b.seq.spread(b.seq.mean(b.staleness)) if c.loss in SEQUENCE_RATIO_LOSSES else b.staleness
+        low, high = (corrections.staleness_width(x, age, c.staleness_clip) for x in (c.clip_low, c.clip_high))
     match c.loss:
         case "ppo_clip":
             return losses.ppo_clip(b.logp, base, b.A, low, high, c.dual_clip)

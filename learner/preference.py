@@ -37,7 +37,7 @@ def cdpo(D: Tensor, beta: float, smoothing: float) -> Tensor:
 
 
 def robust_dpo(D: Tensor, beta: float, smoothing: float) -> Tensor:
-    """Robust DPO, 2403.00409 eq. 10: L = [-(1 - e) log sigma(beta D) + e log sigma(-beta D)] / (1 - 2e)."""
+    """Robust DPO, 2403.00409: L = [-(1 - e) log sigma(beta D) + e log sigma(-beta D)] / (1 - 2e)."""
     flipped = smoothing * F.logsigmoid(-beta * D)
     return (-(1 - smoothing) * F.logsigmoid(beta * D) + flipped) / (1 - 2 * smoothing)
 

@@ -56,7 +56,7 @@ def gae(
 
 
 def discounted(rewards: Tensor, seq: Segments, gamma: float) -> Tensor:
-    """REINFORCE++ returns, 2501.03262 eq. 8: R_t = rho_t + gamma R_{t+1}; masked tokens carry the return through."""
+    """REINFORCE++ returns, 2501.03262: R_t = rho_t + gamma R_{t+1}; masked tokens carry the return through."""
     zero = torch.zeros_like(rewards)
     return gae(rewards, zero, seq, gamma, 1.0)[0]
 

@@ -64,6 +64,44 @@ class Segments:
         return per_sequence[self.ids]
 
 
+NO_SIGNAL = 1e-6  # max - min of a group at or below this carries no signal
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The prompts of a flat list of answers. `Groups(ids=[0,0,1,1,1], n=2, scored=[1,1,1,0,1])`"""
+
+    ids: Tensor
+    n: int
+    scored: Tensor
+
+    @staticmethod
+    def of(rewards: Tensor, group_ids: Tensor) -> Groups:
+        return Groups(group_ids, int(group_ids.max()) + 1 if len(group_ids) else 0, torch.isfinite(rewards))
+
+    def sum(self, x: Tensor) -> Tensor:
+        """[N] -> [n]: over scored answers."""
+        return Segments(self.ids, self.n, self.scored).sum(x)
+
+    def size(self, dtype: torch.dtype) -> Tensor:
+        """[n]: scored answers."""
+        return Segments(self.ids, self.n, self.scored).count(dtype)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """[N] -> [N]: every answer gets the mean of its group."""
+        return Segments(self.ids, self.n, self.scored).mean(x)[self.ids]
+
+    def extreme(self, x: Tensor, which: str) -> Tensor:
+        """[N] -> [n]: "amax" or "amin" over scored answers (-inf / inf where there is none)."""
+        worst = -torch.inf if which == "amax" else torch.inf
+        filled = torch.where(self.scored, x, torch.full_like(x, worst))
+        return torch.full((self.n,), worst, dtype=x.dtype, device=x.device).scatter_reduce(0, self.ids, filled, which)
+
+    def informative(self, x: Tensor) -> Tensor:
+        """[n] bool: at least two scored answers whose values differ by more than NO_SIGNAL."""
+        return (self.size(x.dtype) > 1) & (self.extreme(x, "amax") - self.extreme(x, "amin") > NO_SIGNAL)
+
+
 @dataclass(frozen=True)
 class Denominators:
     """What the means of one optimizer step divide by, counted over every rank and micro-batch.
