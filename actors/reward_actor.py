@@ -36,7 +36,8 @@ class RewardActor:
 
         self.prompts = self.task.prompt_source()
         log_dir = Path(self.task.run_dir) / "logs"
-        self.scorer = build(self.rewards, self.task.events().append, log_dir=log_dir)
+        processes = max(1, len(self.seat.cores))
+        self.scorer = build(self.rewards, self.task.events().append, processes=processes, log_dir=log_dir)
 
     def run(self) -> str:
         """Score until the run drains; returns what the queue said."""
@@ -63,10 +64,10 @@ class RewardActor:
 
     def judge(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Verdict]:
         """One verdict per held-out prompt and its answer."""
-        return [self.scorer.score(p, [text])[0] for p, text in zip(prompts, texts, strict=True)]
+        return self.scorer.judge(prompts, texts)
 
     def gauges(self) -> dict[str, float]:
-        return {"groups_scored": self._groups}
+        return {"groups_scored": self._groups, **self.scorer.gauges()}
 
     def close(self) -> None:
         self._closing.set()
