@@ -3,7 +3,7 @@
 The driver's summary may hold (all optional; what is missing is left out of the table):
 
     {"outcome": "finished" | "stopped" | "failed", "reason": "Ctrl-C", "seconds": 287.1, "issued": 203,
-     "trained": 192, "dropped_by_reason": {"zero_signal": 3, "run_ended": 8}, "lost": 0, "duplicated": 0,
+     "trained": 192, "dropped": {"zero_signal": 3, "run_ended": 8}, "lost": 0, "duplicated": 0,
      "max_staleness": 2}
 """
 
@@ -50,7 +50,7 @@ def final_rows(config: RunConfig, p: Progress, summary: Mapping[str, Any], elaps
 
 def _books(summary: Mapping[str, Any], p: Progress) -> list[tuple[str, str]]:
     """issued = trained + dropped, and what the audit measured."""
-    dropped = dict(summary.get("dropped_by_reason") or p.dropped)
+    dropped = dict(summary.get("dropped") or p.dropped)
     reasons = f" ({', '.join(f'{k} {v}' for k, v in sorted(dropped.items()))})" if dropped else ""
     rows = []
     if "issued" in summary and "trained" in summary:

@@ -129,7 +129,7 @@ def test_the_final_table_balances_the_books(make_config: Any) -> None:
             "outcome": "finished",
             "issued": 27,
             "trained": 24,
-            "dropped_by_reason": {"zero_signal": 1, "run_ended": 2},
+            "dropped": {"zero_signal": 1, "run_ended": 2},
             "lost": 0,
             "duplicated": 0,
             "seconds": 61,

@@ -22,7 +22,7 @@ FINISHED = [
     {"time": 1040.0, "event": "role_died", "role": "rollout-0", "reason": "<signal 9>"},
     {"time": 1060.0, "event": "evaluation", "version": 8, "name": "held_out", "score": 0.875},
     {"time": 1061.0, "event": "run_finished", "outcome": "finished", "issued": 66, "trained": 64, "lost": 0,
-     "duplicated": 0, "dropped_by_reason": {"zero_signal": 2}},
+     "duplicated": 0, "dropped": {"zero_signal": 2}},
 ]  # fmt: skip
 
 
