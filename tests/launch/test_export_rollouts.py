@@ -25,7 +25,7 @@ VERDICTS: dict[int, tuple[Verdict, ...]] = {
 
 @pytest.fixture
 def run(make_run: Any) -> RunDirectory:
-    """Three groups: 0 made by version 0 and scored, 1 by version 1 with failed rewards, 2 by version 2 and not judged."""
+    """Groups 0 by version 0 and scored, 1 by version 1 with failed rewards, 2 by version 2 and not judged."""
     made: RunDirectory = make_run()
     with QueueServer(settings(min_viable=1), made.journal) as server, QueueClient(server.endpoint, "all") as client:
         for lease in client.lease(3, wait_s=10.0):
