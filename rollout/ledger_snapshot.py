@@ -8,7 +8,7 @@ from typing import Any
 from rollout.errors import ConfigError
 from rollout.ledger import Ledger
 from rollout.ledger_states import Entry, LedgerSettings, State
-from rollout.wire import read_verdicts, verdict_row
+from rollout.wire import read_verdicts, verdicts_row
 
 _FIXED = ("groups_per_step", "group_size")  # a journal can only be continued with these as they were
 _PLAIN = ("issued", "next_step", "version", "live", "committed_steps", "draining", "noticed")
@@ -57,7 +57,7 @@ def restore(settings: LedgerSettings, value: dict[str, Any]) -> Ledger:
 
 
 def _entry_row(e: Entry) -> list[Any]:
-    verdicts = [verdict_row(v) for v in e.verdicts]
+    verdicts = verdicts_row(e.verdicts)
     return [e.ordinal, str(e.state), e.attempt, e.holder, e.key, e.version, e.failures, e.n_tokens, verdicts, e.step]
 
 

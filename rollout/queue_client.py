@@ -25,7 +25,7 @@ from rollout.queue_connection import Answer, Connection
 from rollout.queue_keys import ClientKeys
 from rollout.queue_protocol import WAIT_SLICE, pack_blobs, split_blobs
 from rollout.types import Group, Verdict
-from rollout.wire import Buffer, decode_group, encode_group, read_verdicts, verdict_row
+from rollout.wire import Buffer, decode_group, encode_group, read_verdicts, verdicts_row
 
 __all__ = ["AsyncQueueClient", "Drained", "Lease", "QueueClient"]
 
@@ -145,10 +145,10 @@ class Calls:
         if answer is None:
             return []
         blobs = split_blobs(answer.ok["groups"], answer.blobs, "reply")
-        return (yield from self._decoded(answer.ok["ordinals"], blobs))
+        return (yield from self._decoded(answer.ok["ordinals"], blobs, [None] * len(blobs)))
 
     def _score(self, verdicts: Mapping[int, Sequence[Verdict]]) -> Plan[dict[int, str]]:
-        rows = [[ordinal, [verdict_row(v) for v in values]] for ordinal, values in verdicts.items()]
+        rows = [[ordinal, verdicts_row(values)] for ordinal, values in verdicts.items()]
         try:
             answer = yield from self._insist("score", {"verdicts": rows})
         finally:
@@ -161,16 +161,19 @@ class Calls:
             raise DeadlineError(f"step {step}", wait_s, why)
         blobs = split_blobs(answer.ok["groups"], answer.blobs, "reply")
         verdicts = [read_verdicts(rows, "reply.verdicts") for rows in answer.ok["verdicts"]]
-        groups = yield from self._decoded(answer.ok["ordinals"], blobs)
-        judged = dict(zip(answer.ok["ordinals"], verdicts, strict=True))
-        return [g.with_verdicts(judged[g.ordinal]) for g in groups]
+        return (yield from self._decoded(answer.ok["ordinals"], blobs, verdicts))
 
-    def _decoded(self, ordinals: Sequence[int], blobs: Sequence[tuple[Buffer, Sequence[Buffer]]]) -> Plan[list[Group]]:
+    def _decoded(
+        self,
+        ordinals: Sequence[int],
+        blobs: Sequence[tuple[Buffer, Sequence[Buffer]]],
+        verdicts: Sequence[Sequence[Verdict] | None],
+    ) -> Plan[list[Group]]:
         """The groups; one whose arrays are not what they must be is taken out of the run, with a reason."""
         groups, bad = [], {}
-        for ordinal, (header, frames) in zip(ordinals, blobs, strict=True):
+        for ordinal, (header, frames), judged in zip(ordinals, blobs, verdicts, strict=True):
             try:
-                groups.append(decode_group(header, frames))
+                groups.append(decode_group(header, frames, judged))
             except WireError as error:
                 bad[ordinal] = str(error)
         if bad:

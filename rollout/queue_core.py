@@ -23,7 +23,7 @@ from rollout.ledger_states import LedgerSettings, State
 from rollout.payloads import Payloads
 from rollout.queue_protocol import Request, pack_blobs, split_blobs
 from rollout.selection import Waiting
-from rollout.wire import Buffer, GroupHeader, frame_bytes, pack, read_header, read_verdicts, verdict_row
+from rollout.wire import Buffer, GroupHeader, frame_bytes, pack, read_header, read_verdicts, verdicts_row
 from rollout.wire_facts import fact_row, read_fact
 
 Event = Callable[..., object]  # event("dropped", ordinals=[17], reason="stale")
@@ -181,7 +181,7 @@ class QueueCore:
             self.staleness = {"mean": sum(ages) / len(ages), "max": max(ages), "max_ever": worst}
         groups = [(o, g) for o in self.ledger.share(step, rank, world) if (g := self._readable(o, self.payloads.get))]
         counts, blobs = pack_blobs([g for _, g in groups])
-        verdicts = [[verdict_row(v) for v in self.ledger.entries[o].verdicts] for o, _ in groups]
+        verdicts = [verdicts_row(self.ledger.entries[o].verdicts) for o, _ in groups]
         return Reply({"groups": counts, "verdicts": verdicts, "ordinals": [o for o, _ in groups]}, blobs)
 
     def _readable(self, ordinal: int, read: Callable[[int], tuple[Buffer, Sequence[Buffer]]]) -> Any:

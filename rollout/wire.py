@@ -8,7 +8,7 @@ cut into frames at array boundaries: one frame if small, else one frame per arra
 The cut does not matter to the reader. The header holds everything else, under readable names:
 
     {"schema": 1, "ordinal": 17, "attempt": 0, "prompt": 5, "lengths": [3, 12], "statuses": [0, 1],
-     "versions": [[4, 3], [4, 7, 5, 12]],         # runs: version 4 up to token 7, version 5 up to token 12
+     "versions": [[4, 3], [4, 7, 5, 12]],         # runs: version 4 up to token 7, version 5 up to token 12; or just 4
      "extras": [[1, "entropy", "<f4", []]],       # trajectory, name, dtype, shape after the token dimension
      "notes": {"1": {"turns": [0, 9]}}, "verdicts": None, "body": 163}
 
@@ -19,8 +19,9 @@ pickled or evaluated, sizes and nesting are bounded, and bytes that are not a va
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import msgpack
@@ -36,6 +37,7 @@ MAX_HEADER = 64 << 20  # bytes of one header
 MAX_BODY = 8 << 30  # bytes of one group's arrays
 MAX_TRAJECTORIES = 65_536
 MAX_DEPTH = 16  # nesting of any header value
+MAX_VERSION = 1 << 62
 ONE_FRAME = 256 << 10  # smaller bodies travel in one frame
 STATUSES = tuple(Status)  # a status travels as its position here
 DTYPES = frozenset({"<i4", "<f4", "<f2", "<f8", "<i2", "<i8", "<u2", "<u4", "|b1", "|u1", "|i1"})
@@ -45,26 +47,20 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class GroupHeader:
-    """What a server knows of a group it never opens: GroupHeader(17, 0, 5, (3, 12), ..., oldest_version=4, ...)."""
+    """What a server knows of a group it never opens: GroupHeader(17, 0, 5, (3, 12), n_tokens=15, oldest_version=4, ...)."""
 
     ordinal: int
     attempt: int
     prompt: int
     lengths: tuple[int, ...]
-    statuses: tuple[Status, ...]
-    versions: tuple[tuple[VersionSpan, ...], ...]
+    statuses: tuple[int, ...]
+    versions: int | list[list[int]]  # one version for all, or [version, end, version, end, ...] for each
     extras: tuple[tuple[int, str, np.dtype[Any], tuple[int, ...]], ...]
     notes: Mapping[str, Any]
     verdicts: tuple[Verdict | None, ...]
     body: int
-
-    @property
-    def n_tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def oldest_version(self) -> int:
-        return min((spans[0].version for spans in self.versions if spans), default=0)
+    n_tokens: int
+    oldest_version: int
 
     @property
     def tokens_end(self) -> int:
@@ -103,71 +99,92 @@ def _no_extensions(code: int, data: bytes) -> Any:
 # ---- groups
 
 
-def encode_group(group: Group) -> tuple[bytes, list[memoryview | bytes]]:
+def encode_group(group: Group) -> tuple[bytes, list[Buffer]]:
     """(header, frames). Large frames are views of the group's arrays: do not change these until they are sent."""
-    columns: list[np.ndarray] = [_array(group.prompt_ids, "<i4", "prompt_ids")]
-    items = list(enumerate(group.trajectories))
-    columns += [_array(t.token_ids, "<i4", f"trajectories[{i}].token_ids") for i, t in items]
-    columns += [_array(t.behaviour_logprobs, "<f4", f"trajectories[{i}].behaviour_logprobs") for i, t in items]
-    columns += [_array(t.loss_mask, "|b1", f"trajectories[{i}].loss_mask") for i, t in items]
-    extras = []
-    for i, t in items:
-        try:
-            t.check()
-        except ValueError as error:
-            raise WireError(f"trajectories[{i}]", str(error)) from error
-        if not np.isfinite(t.behaviour_logprobs).all():
+    items = group.trajectories
+    prompt = _array(group.prompt_ids, "<i4", "prompt_ids")
+    tokens = [_array(t.token_ids, "<i4", "token_ids", i) for i, t in enumerate(items)]
+    logprobs = [_array(t.behaviour_logprobs, "<f4", "behaviour_logprobs", i) for i, t in enumerate(items)]
+    masks = [_array(t.loss_mask, "|b1", "loss_mask", i) for i, t in enumerate(items)]
+    extras, extra_rows = _extras(items)
+    for i, t in enumerate(items):
+        _check(t, i)
+    columns = [prompt, *tokens, *logprobs, *masks, *extras]
+    nbytes = sum(c.nbytes for c in columns)
+    if nbytes <= ONE_FRAME:
+        logprobs = [np.concatenate(logprobs)]
+        frames: list[Buffer] = [b"".join((prompt, *tokens, *logprobs, *masks, *extras))]
+    else:
+        frames = [memoryview(c.reshape(-1).view(np.uint8)) for c in columns if c.nbytes]
+    for i, values in enumerate(logprobs):
+        if not np.isfinite(values).all():
             raise WireError(f"trajectories[{i}].behaviour_logprobs", "holds a value that is not finite")
-        for name, array in t.extras.items():
-            little = array.astype(array.dtype.newbyteorder("<"), copy=False)
-            columns.append(_array(little, little.dtype.str, f"trajectories[{i}].extras[{name!r}]"))
-            extras.append([i, name, little.dtype.str, list(little.shape[1:])])
+    verdicts = [t.verdict for t in items]
     header = {
         "schema": SCHEMA,
         "ordinal": group.ordinal,
         "attempt": group.attempt,
-        "prompt": len(group.prompt_ids),
-        "lengths": [len(t) for _, t in items],
-        "statuses": [STATUSES.index(t.status) for _, t in items],
-        "versions": [[n for s in t.versions for n in (s.version, s.end)] for _, t in items],
-        "extras": extras,
-        "notes": {str(i): dict(t.notes) for i, t in items if t.notes},
-        "verdicts": [verdict_row(t.verdict) for _, t in items] if any(t.verdict for _, t in items) else None,
-        "body": sum(c.nbytes for c in columns),
+        "prompt": len(prompt),
+        "lengths": [len(a) for a in tokens],
+        "statuses": [STATUSES.index(t.status) for t in items],
+        "versions": _runs(items),
+        "extras": extra_rows,
+        "notes": {str(i): dict(t.notes) for i, t in enumerate(items) if t.notes},
+        "verdicts": verdicts_row(verdicts) if any(verdicts) else None,
+        "body": nbytes,
     }
-    return pack(header), _frames(columns)
+    return pack(header), frames
 
 
-def _array(array: np.ndarray, dtype: str, field: str) -> np.ndarray:
-    if dtype not in DTYPES:
-        raise WireError(field, f"dtype {dtype} does not travel; use one of {sorted(DTYPES)}")
-    if array.dtype.str != dtype:
-        raise WireError(field, f"dtype is {array.dtype.str}, must be {dtype}")
-    return np.ascontiguousarray(array)
+def _runs(items: Sequence[Trajectory]) -> int | list[list[int]]:
+    """The version spans: one number where a single version made every token, else the runs of each trajectory."""
+    versions = {s.version for t in items for s in t.versions}
+    if len(versions) == 1:
+        return versions.pop()
+    return [[n for s in t.versions for n in (s.version, s.end)] for t in items]
 
 
-def _frames(columns: Sequence[np.ndarray]) -> list[memoryview | bytes]:
-    views = [memoryview(c.reshape(-1).view(np.uint8)) for c in columns if c.nbytes]
-    if sum(len(v) for v in views) <= ONE_FRAME:
-        return [b"".join(views)]
-    return list(views)
+def _array(array: np.ndarray, dtype: str, name: str, i: int | None = None) -> np.ndarray:
+    if array.dtype.str != dtype or dtype not in DTYPES or array.ndim == 0:
+        field = name if i is None else f"trajectories[{i}].{name}"
+        raise WireError(field, f"dtype is {array.dtype.str}, must be {dtype if dtype in DTYPES else sorted(DTYPES)}")
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def _extras(items: Sequence[Trajectory]) -> tuple[list[np.ndarray], list[list[Any]]]:
+    """The optional arrays, little-endian, and their rows in the header."""
+    arrays, rows = [], []
+    for i, t in enumerate(items):
+        for name, array in t.extras.items():
+            little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+            arrays.append(_array(little, little.dtype.str, f"extras[{name!r}]", i))
+            rows.append([i, name, little.dtype.str, list(little.shape[1:])])
+    return arrays, rows
+
+
+def _check(t: Trajectory, i: int) -> None:
+    n, spans = len(t.token_ids), t.versions
+    if n and len(t.loss_mask) == n == len(t.behaviour_logprobs) and len(spans) == 1 and not t.extras:
+        if spans[0].start == 0 and spans[0].end == n and spans[0].version >= 0:
+            return  # the usual answer, seen at a glance
+    try:
+        t.check()
+    except ValueError as error:
+        raise WireError(f"trajectories[{i}]", str(error)) from error
 
 
 def read_header(data: Buffer) -> GroupHeader:
     """Check a group's header against itself. The arrays are not needed for it."""
-    f = Fields(unpack(data, "group"), "group", MAX_DEPTH)
+    f = Fields(unpack(data, "group"), "group")
     f.schema(SCHEMA)
     lengths = f.ints("lengths", 0, 1 << 31, most=MAX_TRAJECTORIES)
-    n = len(lengths)
+    n, n_tokens = len(lengths), sum(lengths)
     if n == 0:
         raise WireError("group.lengths", "a group has at least one trajectory")
-    statuses = tuple(STATUSES[s] for s in f.ints("statuses", 0, len(STATUSES) - 1, exactly=n))
+    statuses = f.ints("statuses", 0, len(STATUSES) - 1, exactly=n)
     for i, (length, status) in enumerate(zip(lengths, statuses, strict=True)):
-        if length == 0 and status is not Status.FAILED:
-            raise WireError(f"group.lengths[{i}]", f"an empty trajectory, but its status is {status}")
-    versions = tuple(
-        _spans(f"group.versions[{i}]", runs, lengths[i]) for i, runs in enumerate(f.list("versions", exactly=n))
-    )
+        if length == 0 and STATUSES[status] is not Status.FAILED:
+            raise WireError(f"group.lengths[{i}]", f"an empty trajectory, but its status is {STATUSES[status]}")
     extras = tuple(_extra(f"group.extras[{i}]", row, n) for i, row in enumerate(f.list("extras", most=64 * n)))
     header = GroupHeader(
         ordinal=f.int("ordinal", 0, 1 << 62),
@@ -175,31 +192,39 @@ def read_header(data: Buffer) -> GroupHeader:
         prompt=f.int("prompt", 0, 1 << 31),
         lengths=lengths,
         statuses=statuses,
-        versions=versions,
+        versions=f.get("versions"),
         extras=extras,
-        notes=f.map("notes"),
+        notes=f.map("notes", MAX_DEPTH),
         verdicts=_verdicts_or_none(f, n),
         body=f.int("body", 0, MAX_BODY),
+        n_tokens=n_tokens,
+        oldest_version=_oldest(f, lengths),
     )
-    expected = header.tokens_end + 5 * header.n_tokens
+    expected = header.tokens_end + 5 * n_tokens
     expected += sum(lengths[i] * math.prod(shape) * dtype.itemsize for i, _, dtype, shape in extras)
     if header.body != expected:
         raise WireError("group.body", f"{header.body} bytes, but the lengths and dtypes make {expected}")
     return header
 
 
-def _spans(field: str, runs: Any, length: int) -> tuple[VersionSpan, ...]:
-    if not isinstance(runs, list) or len(runs) % 2 or not all(type(x) is int for x in runs):
-        raise WireError(field, "not a list of (version, end) pairs of integers")
-    spans, at, newest = [], 0, 0
-    for version, end in zip(runs[::2], runs[1::2], strict=True):
-        if version < newest or end <= at:
-            raise WireError(field, f"version {version} up to token {end} after version {newest} up to token {at}")
-        spans.append(VersionSpan(version, at, end))
-        at, newest = end, version
-    if at != length:
-        raise WireError(field, f"covers {at} of {length} tokens")
-    return tuple(spans)
+def _oldest(f: Fields, lengths: Sequence[int]) -> int:
+    """Check the versions, and find the oldest; a group without tokens counts as version 0."""
+    if type(f.get("versions")) is int:
+        return f.int("versions", 0, MAX_VERSION) if any(lengths) else 0
+    oldest = MAX_VERSION
+    for i, (runs, length) in enumerate(zip(f.list("versions", exactly=len(lengths)), lengths, strict=True)):
+        field = f"group.versions[{i}]"
+        if not isinstance(runs, list) or len(runs) % 2 or not all(type(x) is int and x <= MAX_VERSION for x in runs):
+            raise WireError(field, "not a list of (version, end) pairs of integers")
+        at = newest = 0
+        for version, end in zip(runs[::2], runs[1::2], strict=True):
+            if version < newest or end <= at:
+                raise WireError(field, f"version {version} up to token {end} after version {newest} up to token {at}")
+            at, newest = end, version
+        if at != length:
+            raise WireError(field, f"covers {at} of {length} tokens")
+        oldest = min([oldest, *runs[:1]])
+    return oldest if any(lengths) else 0
 
 
 def _extra(field: str, row: Any, n: int) -> tuple[int, str, np.dtype[Any], tuple[int, ...]]:
@@ -211,52 +236,94 @@ def _extra(field: str, row: Any, n: int) -> tuple[int, str, np.dtype[Any], tuple
     return f.int("trajectory", 0, n - 1), f.str("name", 128), np.dtype(dtype), shape
 
 
-def decode_group(data: Buffer, frames: Sequence[Buffer]) -> Group:
-    """The group; its arrays are read-only views of `frames` wherever alignment allows.
+def decode_group(data: Buffer, frames: Sequence[Buffer], verdicts: Sequence[Verdict] | None = None) -> Group:
+    """The group, with `verdicts` if they are given; its arrays are read-only views wherever alignment allows.
 
     Frames that hold only the token ids (what a scorer gets) make a group with zero log-probs and an all-true mask.
     """
     header = read_header(data)
     body = Body(frames)
-    whole = body.nbytes == header.body
+    whole, lengths = body.nbytes == header.body, header.lengths
     if not whole and body.nbytes != header.tokens_end:
         raise WireError("group.frames", f"{body.nbytes} bytes, the header says {header.body}")
     prompt = body.take("<i4", header.prompt)
-    tokens = [body.take("<i4", n) for n in header.lengths]
-    logprobs = [body.take("<f4", n) if whole else np.zeros(n, np.float32) for n in header.lengths]
-    masks = [body.take("|b1", n) if whole else np.ones(n, np.bool_) for n in header.lengths]
-    extras: dict[int, dict[str, np.ndarray]] = {}
+    tokens = body.column("<i4", lengths)
+    if whole:
+        logprobs, masks = body.column("<f4", lengths, _finite_array), body.column("|b1", lengths, _boolean_array)
+    else:
+        nothing, everything = np.zeros(max(lengths), np.float32), np.ones(max(lengths), np.bool_)
+        logprobs, masks = [nothing[:n] for n in lengths], [everything[:n] for n in lengths]
+    spans = _spans(header)
+    extras: list[dict[str, np.ndarray]] = [{} for _ in lengths]
     for i, name, dtype, shape in header.extras if whole else ():
-        flat = body.take(dtype.str, header.lengths[i] * math.prod(shape))
-        extras.setdefault(i, {})[name] = flat.reshape(header.lengths[i], *shape)
-    for i, values in enumerate(logprobs):
-        if not np.isfinite(values).all():
-            raise WireError(f"trajectories[{i}].behaviour_logprobs", "holds a value that is not finite")
-        if masks[i].size and masks[i].view(np.uint8).max() > 1:
-            raise WireError(f"trajectories[{i}].loss_mask", "holds a byte that is neither 0 nor 1")
-    trajectories = tuple(
+        extras[i][name] = body.take(dtype.str, lengths[i] * math.prod(shape)).reshape(lengths[i], *shape)
+    judged = header.verdicts if verdicts is None else verdicts
+    if len(judged) != len(lengths):
+        raise WireError("group.verdicts", f"{len(judged)} verdicts for {len(lengths)} trajectories")
+    trajectories = [
         Trajectory(
             tokens[i],
             masks[i],
             logprobs[i],
-            header.versions[i],
-            header.statuses[i],
-            header.verdicts[i],
-            extras.get(i, {}),
+            spans[i],
+            STATUSES[header.statuses[i]],
+            judged[i],
+            extras[i],
             header.notes.get(str(i), {}),
         )
-        for i in range(len(tokens))
-    )
-    return Group(header.ordinal, prompt, trajectories, header.attempt)
+        for i in range(len(lengths))
+    ]
+    return Group(header.ordinal, prompt, tuple(trajectories), header.attempt)
+
+
+def _spans(header: GroupHeader) -> list[tuple[VersionSpan, ...]]:
+    """[4, 7, 5, 12] is version 4 for tokens [0, 7) and version 5 for [7, 12)."""
+    versions = header.versions
+    if isinstance(versions, int):
+        by_length = {n: (VersionSpan(versions, 0, n),) if n else () for n in set(header.lengths)}
+        return [by_length[n] for n in header.lengths]
+    spans = []
+    for runs in versions:
+        starts = (0, *runs[1:-2:2])
+        spans.append(tuple(map(VersionSpan, runs[::2], starts, runs[1::2])))
+    return spans
+
+
+def _finite_array(values: np.ndarray) -> None:
+    if not np.isfinite(values).all():
+        raise WireError("group.behaviour_logprobs", "holds a value that is not finite")
+
+
+def _boolean_array(values: np.ndarray) -> None:
+    if values.size and values.view(np.uint8).max() > 1:
+        raise WireError("group.loss_mask", "holds a byte that is neither 0 nor 1")
 
 
 class Body:
     """Reads arrays off a sequence of frames, in order, without copying where an array lies in one frame, aligned."""
 
     def __init__(self, frames: Sequence[Buffer]) -> None:
-        self._frames = [memoryview(f).cast("B") if len(f) else memoryview(b"") for f in frames]
+        self._frames = [memoryview(f).cast("B") for f in frames if len(f)]
         self.nbytes = sum(len(f) for f in self._frames)
         self._frame = self._at = 0
+
+    def column(
+        self, dtype: str, lengths: Sequence[int], check: Callable[[np.ndarray], None] | None = None
+    ) -> list[np.ndarray]:
+        """One array per trajectory; read and checked in one go where they lie together."""
+        total = sum(lengths)
+        together = self._frame < len(self._frames) and self._at + total * np.dtype(dtype).itemsize <= len(
+            self._frames[self._frame]
+        )
+        if together:
+            whole, edges = self.take(dtype, total), [0, *accumulate(lengths)]
+            if check:
+                check(whole)
+            return [whole[a:b] for a, b in pairwise(edges)]
+        arrays = [self.take(dtype, n) for n in lengths]
+        for array in arrays if check else ():
+            check(array)  # type: ignore[misc]
+        return arrays
 
     def take(self, dtype: str, count: int) -> np.ndarray:
         kind = np.dtype(dtype)
@@ -313,17 +380,51 @@ def read_verdict(row: Any, field: str) -> Verdict:
     raise WireError(field, f"not a verdict: {str(row)[:80]}")
 
 
-def read_verdicts(rows: Any, field: str) -> tuple[Verdict, ...]:
-    if not isinstance(rows, list) or len(rows) > MAX_TRAJECTORIES:
-        raise WireError(field, "not a list of verdicts")
-    return tuple(read_verdict(row, f"{field}[{i}]") for i, row in enumerate(rows))
+def verdicts_row(verdicts: Sequence[Verdict | None]) -> list[Any]:
+    """The verdicts of one group. All scored, in the same components, is the usual case and travels as columns:
+
+    ["scored", [1.0, 0.0], {"exact": [1.0, 0.0]}]      otherwise      ["mixed", [row, row, None]]
+    """
+    first = verdicts[0] if verdicts else None
+    if isinstance(first, Scored):
+        names = list(first.components)
+        if all(isinstance(v, Scored) and list(v.components) == names for v in verdicts):
+            columns = {n: [float(v.components[n]) for v in verdicts] for n in names}  # type: ignore[union-attr]
+            return ["scored", [float(v.value) for v in verdicts], columns]  # type: ignore[union-attr]
+    return ["mixed", [verdict_row(v) for v in verdicts]]
+
+
+def read_verdicts(row: Any, field: str) -> tuple[Verdict, ...]:
+    """One verdict for each trajectory."""
+    verdicts = read_optional_verdicts(row, field)
+    if None in verdicts:
+        raise WireError(field, "a trajectory has no verdict")
+    return verdicts  # type: ignore[return-value]
+
+
+def read_optional_verdicts(row: Any, field: str) -> tuple[Verdict | None, ...]:
+    match row:
+        case ["scored", list(values), dict(columns)] if all(
+            isinstance(name, str) and isinstance(c, list) and len(c) == len(values) for name, c in columns.items()
+        ):
+            if not (_finite(*values) and all(_finite(*c) for c in columns.values())):
+                raise WireError(field, "a value is not a finite number")
+            if not columns:
+                return tuple(Scored(v) for v in values)
+            rows = zip(*columns.values(), strict=True)
+            return tuple(Scored(v, dict(zip(columns, c, strict=True))) for v, c in zip(values, rows, strict=True))
+        case ["mixed", list(rows)]:
+            return tuple(None if r is None else read_verdict(r, f"{field}[{i}]") for i, r in enumerate(rows))
+    raise WireError(field, f"not verdicts: {str(row)[:80]}")
 
 
 def _verdicts_or_none(f: Fields, n: int) -> tuple[Verdict | None, ...]:
     if f.get("verdicts") is None:
         return (None,) * n
-    rows = f.list("verdicts", exactly=n)
-    return tuple(None if r is None else read_verdict(r, f"group.verdicts[{i}]") for i, r in enumerate(rows))
+    verdicts = read_optional_verdicts(f.get("verdicts"), "group.verdicts")
+    if len(verdicts) != n:
+        raise WireError("group.verdicts", f"{len(verdicts)} verdicts for {n} trajectories")
+    return verdicts
 
 
 def _finite(*values: Any) -> bool:

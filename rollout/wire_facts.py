@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from rollout.errors import WireError
 from rollout.ledger_facts import Fact, Judged
-from rollout.wire import read_verdicts, verdict_row
+from rollout.wire import read_verdicts, verdicts_row
 
 _KINDS = {kind.__name__: kind for kind in get_args(Fact)}
 _NAMES = {kind: tuple(f.name for f in fields(kind)) for kind in get_args(Fact)}
@@ -15,7 +15,7 @@ _NAMES = {kind: tuple(f.name for f in fields(kind)) for kind in get_args(Fact)}
 
 def fact_row(fact: Fact) -> list[Any]:
     if isinstance(fact, Judged):
-        return ["Judged", fact.ordinal, [verdict_row(v) for v in fact.verdicts]]
+        return ["Judged", fact.ordinal, verdicts_row(fact.verdicts)]
     return [type(fact).__name__, *(getattr(fact, name) for name in _NAMES[type(fact)])]
 
 

@@ -12,36 +12,38 @@ from typing import Any
 from rollout.errors import WireError
 
 
+Int, Str = int, str  # inside the class these names are accessors
+
+
 class Fields:
     """One map from outside, and where it stood."""
 
-    def __init__(self, value: Any, path: str, max_depth: int = 16) -> None:
+    def __init__(self, value: Any, path: Str) -> None:
         if not isinstance(value, dict):
             raise WireError(path, f"a {type(value).__name__}, not a map")
-        _check_depth(value, path, max_depth)
         self.value, self.path = value, path
 
     @classmethod
-    def of_row(cls, row: Any, path: str, names: Sequence[str]) -> Fields:
+    def of_row(cls, row: Any, path: Str, names: Sequence[Str]) -> Fields:
         """A list with one entry per name."""
         if not isinstance(row, list) or len(row) != len(names):
             raise WireError(path, f"not a list of {', '.join(names)}")
         return cls(dict(zip(names, row, strict=True)), path)
 
-    def _fail(self, name: str, detail: str) -> WireError:
+    def _fail(self, name: Str, detail: Str) -> WireError:
         return WireError(f"{self.path}.{name}", detail)
 
-    def get(self, name: str) -> Any:
+    def get(self, name: Str) -> Any:
         if name not in self.value:
             raise self._fail(name, "missing")
         return self.value[name]
 
-    def schema(self, ours: int) -> None:
+    def schema(self, ours: Int) -> None:
         theirs = self.value.get("schema")
         if theirs != ours:
             raise self._fail("schema", f"{str(theirs)[:40]} is unknown; this side speaks {ours}")
 
-    def int(self, name: str, low: int, high: int) -> int:
+    def int(self, name: Str, low: Int, high: Int) -> Int:
         value = self.get(name)
         if type(value) is not int:
             raise self._fail(name, f"a {type(value).__name__}, not an integer")
@@ -49,31 +51,32 @@ class Fields:
             raise self._fail(name, f"{value} is not within {low} and {high}")
         return value
 
-    def number(self, name: str, low: float, high: float) -> float:
+    def number(self, name: Str, low: float, high: float) -> float:
         value = self.get(name)
         if type(value) not in (int, float) or not low <= value <= high:
             raise self._fail(name, f"{str(value)[:40]} is not a number within {low} and {high}")
         return float(value)
 
-    def bool(self, name: str) -> bool:
+    def bool(self, name: Str) -> bool:
         value = self.get(name)
         if type(value) is not bool:
             raise self._fail(name, f"a {type(value).__name__}, not true or false")
         return value
 
-    def str(self, name: str, most: int) -> str:
+    def str(self, name: Str, most: Int) -> Str:
         value = self.get(name)
         if not isinstance(value, str) or len(value) > most:
             raise self._fail(name, f"not a text of at most {most} characters")
         return value
 
-    def map(self, name: str) -> dict[str, Any]:
+    def map(self, name: Str, max_depth: Int = 16) -> dict[Str, Any]:
         value = self.get(name)
         if not isinstance(value, dict):
             raise self._fail(name, f"a {type(value).__name__}, not a map")
+        _check_depth(value, f"{self.path}.{name}", max_depth)
         return value
 
-    def list(self, name: str, exactly: int | None = None, most: int = 1 << 24) -> list[Any]:
+    def list(self, name: Str, exactly: Int | None = None, most: Int = 1 << 24) -> list[Any]:
         value = self.get(name)
         if not isinstance(value, list):
             raise self._fail(name, f"a {type(value).__name__}, not a list")
@@ -83,7 +86,7 @@ class Fields:
             raise self._fail(name, f"{len(value)} entries, over the limit of {most}")
         return value
 
-    def ints(self, name: str, low: int, high: int, exactly: int | None = None, most: int = 1 << 24) -> tuple[int, ...]:
+    def ints(self, name: Str, low: Int, high: Int, exactly: Int | None = None, most: Int = 1 << 24) -> tuple[Int, ...]:
         values = self.list(name, exactly, most)
         for i, value in enumerate(values):
             if type(value) is not int or not low <= value <= high:

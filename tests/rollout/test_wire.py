@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollout.errors import WireError
 from rollout.types import Failed, Group, Scored, Status, TimedOut
 from rollout.versions import VersionSpan
-from rollout.wire import ONE_FRAME, decode_group, encode_group, pack, read_header, read_verdicts, unpack
+from rollout.wire import ONE_FRAME, decode_group, encode_group, pack, read_header, read_verdicts, unpack, verdicts_row
 from tests.rollout.queue_samples import group, same, trajectory
 
 
@@ -104,19 +104,26 @@ def test_a_bad_trajectory_is_refused_before_it_leaves(change: dict[str, object],
         ("ordinal", None, "group.ordinal"),
         ("lengths", [], "group.lengths"),
         ("lengths", [3, 5, 1], "group.statuses"),
-        ("lengths", [3, 6], "group.versions[1]"),
+        ("lengths", [3, 6], "group.body"),
         ("lengths", [0, 5], "group.lengths[0]"),
         ("statuses", [0, 9], "group.statuses[1]"),
         ("versions", [[0, 3], [1, 2, 0, 5]], "group.versions[1]"),
         ("versions", [[0, 3], "x"], "group.versions[1]"),
+        ("versions", [[0, 3]], "group.versions"),
+        ("versions", -1, "group.versions"),
+        ("versions", True, "group.versions"),
         ("prompt", 4, "group.body"),
         ("body", 1 << 60, "group.body"),
         ("extras", [[0, "x", "|O8", []]], "group.extras[0].dtype"),
         ("extras", [[7, "x", "<f4", []]], "group.extras[0].trajectory"),
         ("extras", [[0, "x", "<f4", [0]]], "group.extras[0].shape[0]"),
-        ("verdicts", [["scored", float("nan"), {}], None], "group.verdicts[0]"),
-        ("verdicts", [["scored", 1.0, {"a": float("inf")}], None], "group.verdicts[0]"),
-        ("verdicts", [["scored", 1.0, {}]], "group.verdicts"),
+        ("verdicts", ["mixed", [["scored", float("nan"), {}], None]], "group.verdicts[0]"),
+        ("verdicts", ["mixed", [["scored", 1.0, {"a": float("inf")}], None]], "group.verdicts[0]"),
+        ("verdicts", ["mixed", [["scored", 1.0, {}]]], "group.verdicts"),
+        ("verdicts", ["scored", [1.0, float("nan")], {}], "group.verdicts"),
+        ("verdicts", ["scored", [1.0, 2.0], {"a": [1.0]}], "group.verdicts"),
+        ("verdicts", ["scored", [1.0], {}], "group.verdicts"),
+        ("versions", [[0, 3], [1 << 63, 5]], "group.versions[1]"),
         ("notes", [], "group.notes"),
     ],
 )
@@ -166,8 +173,22 @@ def test_deep_nesting_is_refused() -> None:
         read_header(pack({**unpack(header), "notes": {"0": deep}}))
 
 
+def test_verdicts_survive_in_rows_and_in_columns() -> None:
+    for verdicts in (
+        (Scored(1.0, {"a": 0.5, "b": 1.0}), Scored(0.0, {"a": 0.25, "b": -1.0})),
+        (Scored(1.0), Scored(2.0)),
+        (Scored(1.0, {"a": 0.5}), Scored(0.0)),
+        (Scored(1.0), Failed("raised", "x"), TimedOut(3.0)),
+        (),
+    ):
+        assert read_verdicts(unpack(pack(verdicts_row(verdicts))), "v") == verdicts
+
+
 def test_verdict_rows_are_checked() -> None:
-    assert read_verdicts([["failed", "nan", ""]], "v") == (Failed("nan", ""),)
+    assert read_verdicts(["mixed", [["failed", "nan", ""]]], "v") == (Failed("nan", ""),)
     for row in (["scored", 1, {}], ["scored", 1.0, {"a": "b"}], ["scored", 1.0, {b"a": 1.0}], ["dropped"], [], 3, None):
         with pytest.raises(WireError):
-            read_verdicts([row], "v")
+            read_verdicts(["mixed", [row]], "v")
+    for row in (["scored", 1.0], ["scored", ["x"], {}], ["scored", [1.0], {"a": ["b"]}], [[]], {}, None):
+        with pytest.raises(WireError):
+            read_verdicts(row, "v")

@@ -1,0 +1,199 @@
+"""How fast is the replay queue? Against TransferQueue, ray.util.queue and raw ZeroMQ, interleaved in one run.
+
+    headrace bench queue [--json FILE] [--repeats 5] [--peer-python VENV/bin/python] [--shapes 8x256,64x32768]
+
+    ours      producer, scorer, consumer and server are separate processes: lease, put, score, take, trained, release
+    tq        TransferQueue (SimpleStorage): kv_batch_put in one process, kv_batch_get and kv_clear in another; no scoring
+    ray       ray.util.queue.Queue: one put and one get per group; no scoring, nothing durable
+    raw       ZeroMQ PUSH/PULL, one message per group: the ceiling; no server between, no replies, nothing kept
+
+A shape is SAMPLES x TOKENS; 8 samples are one group, all samples of a shape are one step. Each sample carries ids int32,
+log-probs float32 and a mask: 9 bytes a token. Every contender moves the same number of steps with up to three of them
+under way. Contenders take turns, `--repeats` times; medians are shown. A peer that is not installed is named as absent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PEER_PYTHON = "HEADRACE_TQ_PYTHON"
+OURS = ("memory", "os", "fsync")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Shape(64, 1024): 8 groups of 8 samples of 1024 tokens each per step."""
+
+    samples: int
+    tokens: int
+    steps: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        samples, tokens = map(int, text.split("x"))
+        return cls(samples, tokens, max(8, min(200, 40_000_000 // (samples * tokens * 9))))
+
+    @property
+    def name(self) -> str:
+        return f"{self.samples}x{self.tokens}"
+
+    @property
+    def groups(self) -> int:
+        return self.samples // 8
+
+    @property
+    def nbytes(self) -> int:
+        return self.samples * self.tokens * 9
+
+
+DEFAULT_SHAPES = "8x256,64x1024,64x32768,1024x256"
+TARGETS = {  # (contender, against): {shape: how many times as fast, in samples per second}
+    ("os", "tq"): {"8x256": 10, "64x1024": 10, "1024x256": 10, "64x32768": 3},
+    ("fsync", "tq"): {"8x256": 5, "64x1024": 5, "1024x256": 5, "64x32768": 1},
+    ("memory", "raw"): {"64x32768": 0.5},
+}
+
+
+class Contender:
+    """A process that measures on request: one JSON line in, one JSON line out."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name = name
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE if name != "x" else None,
+        )  # fmt: skip
+
+    def measure(self, **order: Any) -> dict[str, Any]:
+        """Raises RuntimeError with the last words of a contender that died."""
+        assert self.process.stdin and self.process.stdout and self.process.stderr
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        for line in self.process.stdout:
+            if line.startswith("RESULT "):
+                return json.loads(line.removeprefix("RESULT "))
+        raise RuntimeError(f"{self.name} died: {self.process.stderr.read()[-800:]}")
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def contenders(peer_python: str | None) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Those that can run here, and why the others cannot."""
+    import importlib.util
+
+    absent: dict[str, str] = {}
+    module = [sys.executable, "-m", "benchmarks.queue_contenders"]
+    found = {"raw": Contender("raw", [*module, "raw"])}
+    found |= {name: Contender(name, [*module, "ours", name]) for name in OURS}
+    if importlib.util.find_spec("ray"):
+        found["ray"] = Contender("ray", [*module, "ray"])
+    else:
+        absent["ray"] = "Ray is not installed in this environment"
+    if peer_python and Path(peer_python).exists():
+        found["tq"] = Contender("tq", [peer_python, "-m", "benchmarks.queue_contenders", "tq"])
+    else:
+        absent["tq"] = f"TransferQueue needs an environment of its own: --peer-python, or {PEER_PYTHON}"
+    return found, absent
+
+
+def run(shapes: Sequence[Shape], repeats: int, peer_python: str | None, say: Any = print) -> dict[str, Any]:
+    """Measure everything; returns the figures of the JSON line."""
+    found, absent = contenders(peer_python)
+    for name, reason in absent.items():
+        say(f"absent: {name}: {reason}")
+    rates: dict[str, dict[str, list[float]]] = {}
+    latencies: dict[str, dict[str, float]] = {}
+    try:
+        for shape in shapes:
+            for name, contender in found.items():  # the first one warms up and does not count
+                contender.measure(**asdict(shape) | {"steps": 4})
+            for _ in range(repeats):
+                for name, contender in found.items():
+                    seconds = contender.measure(**asdict(shape))["seconds"]
+                    rates.setdefault(shape.name, {}).setdefault(name, []).append(shape.samples * shape.steps / seconds)
+        for name in OURS:
+            latencies[name] = found[name].measure(samples=8, tokens=1024, steps=300, latency=True)
+    finally:
+        for contender in found.values():
+            contender.close()
+    medians = {s: {n: statistics.median(v) for n, v in by_name.items()} for s, by_name in rates.items()}
+    return {
+        "benchmark": "queue",
+        "samples_per_s": medians,
+        "all": rates,
+        "latency_ms": latencies,
+        "absent": absent,
+        "targets": judge(medians),
+    }
+
+
+def judge(medians: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
+    """Each target that could be measured: what was asked, what was found."""
+    rows = []
+    for (name, against), wanted in TARGETS.items():
+        for shape, times in wanted.items():
+            found = medians.get(shape, {})
+            if name in found and against in found:
+                ratio = found[name] / found[against]
+                row = {"what": f"{name} / {against}", "shape": shape, "wanted": times, "found": round(ratio, 2)}
+                rows.append({**row, "ok": ratio >= times})
+    return rows
+
+
+def show(figures: dict[str, Any], shapes: Sequence[Shape]) -> None:
+    names = [
+        n
+        for n in ("raw", "memory", "os", "fsync", "tq", "ray")
+        if any(n in v for v in figures["samples_per_s"].values())
+    ]
+    print(f"{'samples/s (MB/s)':>16}" + "".join(f"{n:>19}" for n in names))
+    for shape in shapes:
+        found = figures["samples_per_s"][shape.name]
+        cells = [f"{found[n]:,.0f} ({found[n] * shape.tokens * 9 / 1e6:,.0f})" if n in found else "-" for n in names]
+        print(f"{shape.name:>16}" + "".join(f"{c:>19}" for c in cells))
+    for name, row in figures["latency_ms"].items():
+        print(f"one group, put to taken, {name}: p50 {row['p50']:.2f} ms, p99 {row['p99']:.2f} ms")
+    for row in figures["targets"]:
+        verdict = "ok" if row["ok"] else "MISSED"
+        print(f"{row['what']:>16} on {row['shape']:<9} wanted {row['wanted']:g}x, found {row['found']:g}x  {verdict}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="headrace bench queue", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--json", metavar="FILE", help="write the figures here as well")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--shapes", default=DEFAULT_SHAPES)
+    parser.add_argument("--peer-python", default=os.environ.get(PEER_PYTHON), metavar="PYTHON")
+    options = parser.parse_args(argv)
+    shapes = [Shape.parse(s) for s in options.shapes.split(",")]
+    started = time.monotonic()
+    figures = run(shapes, options.repeats, options.peer_python)
+    figures["seconds"] = round(time.monotonic() - started, 1)
+    show(figures, shapes)
+    line = json.dumps(figures)
+    print(line)
+    if options.json:
+        Path(options.json).write_text(line + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

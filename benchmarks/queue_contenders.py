@@ -1,0 +1,288 @@
+"""The contenders of benchmarks/queue.py, each in processes of its own; runs under a peer's interpreter too.
+
+python -m benchmarks.queue_contenders raw | ours DURABILITY | ray | tq
+{"samples": 64, "tokens": 1024, "steps": 60}   ->   RESULT {"seconds": 0.81}
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+
+AHEAD = 3  # steps under way at a time, for everybody
+Order = dict[str, Any]
+
+
+def columns(samples: int, tokens: int) -> dict[str, np.ndarray]:
+    """One step's arrays, [samples, tokens]."""
+    rng = np.random.default_rng(0)
+    return {
+        "input_ids": rng.integers(0, 50_000, (samples, tokens), dtype=np.int32),
+        "logprobs": rng.standard_normal((samples, tokens), dtype=np.float32),
+        "mask": np.ones((samples, tokens), np.bool_),
+    }
+
+
+def serve(measure: Callable[[Order], dict[str, Any]]) -> None:
+    """Answer orders until stdin ends."""
+    for line in sys.stdin:
+        print("RESULT " + json.dumps(measure(json.loads(line))), flush=True)
+
+
+def spawn(target: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
+    """A process with a pipe to it."""
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=target, args=(there, *args), daemon=True)
+    process.start()
+    return process, here
+
+
+# ---- raw ZeroMQ
+
+
+def raw_sender(pipe: Connection, address: str) -> None:
+    import zmq
+
+    socket = zmq.Context().socket(zmq.PUSH)
+    socket.set_hwm(1000)
+    socket.connect(address)
+    while True:
+        order: Order = pipe.recv()
+        step = columns(order["samples"], order["tokens"])
+        messages = [
+            [c[i : i + 8].reshape(-1).view(np.uint8) for c in step.values()] for i in range(0, order["samples"], 8)
+        ]
+        small = sum(m.nbytes for m in messages[0]) < 65536
+        pipe.send(time.monotonic())
+        for _ in range(order["steps"]):
+            for message in messages:
+                socket.send_multipart(message, copy=small)
+
+
+def raw() -> None:
+    import zmq
+
+    folder = tempfile.mkdtemp(prefix="headrace-bench-")
+    socket = zmq.Context().socket(zmq.PULL)
+    socket.set_hwm(1000)
+    socket.bind(f"ipc://{folder}/s")
+    _, pipe = spawn(raw_sender, f"ipc://{folder}/s")
+
+    def measure(order: Order) -> dict[str, Any]:
+        pipe.send(order)
+        started = pipe.recv()
+        for _ in range(order["steps"] * order["samples"] // 8):
+            frames = socket.recv_multipart(copy=False)
+            assert sum(len(f) for f in frames) == 8 * order["tokens"] * 9
+        return {"seconds": time.monotonic() - started}
+
+    serve(measure)
+
+
+# ---- ours
+
+
+def our_server(pipe: Connection, durability: str) -> None:
+    from pathlib import Path
+
+    from rollout.ledger_states import LedgerSettings
+    from rollout.queue_server import QueueServer
+
+    while True:
+        order: Order = pipe.recv()
+        folder = tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=order.get("dir"))
+        bound = 0 if order.get("latency") else AHEAD - 1
+        settings = LedgerSettings(order["samples"] // 8, 8, bound=bound, max_steps=order["steps"], zero_signal="train")
+        with folder, QueueServer(settings, Path(folder.name) / "journal", durability=durability) as server:  # type: ignore[arg-type]
+            pipe.send(server.endpoint)
+            pipe.recv()
+
+
+def our_producer(pipe: Connection) -> None:
+    from rollout.queue_client import Drained, QueueClient
+    from rollout.types import Group, Status, Trajectory
+    from rollout.versions import VersionSpan
+
+    while True:
+        endpoint, order = pipe.recv()
+        step = columns(order["samples"], order["tokens"])
+        n, prompt = order["tokens"], np.arange(16, dtype=np.int32)
+        spans = (VersionSpan(0, 0, n),)
+        rows = [
+            Trajectory(step["input_ids"][i], step["mask"][i], step["logprobs"][i], spans, Status.FINISHED)
+            for i in range(order["samples"])
+        ]
+        times = []
+        with QueueClient(endpoint, "producer") as queue:
+            pipe.send(time.monotonic())
+            try:
+                while True:
+                    leases = queue.lease(order["samples"] // 8, wait_s=30.0)
+                    version = order["steps"]  # as fresh as can be: staleness is not what is measured
+                    fresh = (VersionSpan(version, 0, n),)
+                    groups = []
+                    for k, lease in enumerate(leases):
+                        answers = tuple(
+                            Trajectory(t.token_ids, t.loss_mask, t.behaviour_logprobs, fresh, t.status)
+                            for t in rows[8 * k : 8 * k + 8]
+                        )
+                        groups.append(Group(lease.ordinal, prompt, answers, lease.attempt))
+                    times += [(x.ordinal, time.monotonic()) for x in leases]
+                    queue.submit(groups)
+            except Drained:
+                pass
+        pipe.send(times)
+
+
+def our_scorer(pipe: Connection) -> None:
+    from rollout.queue_client import Drained, QueueClient
+    from rollout.types import Scored
+
+    verdicts = tuple(Scored(float(i % 2), {"exact": float(i % 2)}) for i in range(8))
+    while True:
+        endpoint, order = pipe.recv()
+        with QueueClient(endpoint, "scorer") as queue:
+            pipe.send("ready")
+            try:
+                while True:
+                    groups = queue.lease_scoring(order["samples"] // 8, wait_s=30.0)
+                    queue.score({g.ordinal: verdicts for g in groups})
+            except Drained:
+                pass
+
+
+def ours(durability: str) -> None:
+    from rollout.queue_client import QueueClient
+
+    (_, server), (_, producer), (_, scorer) = spawn(our_server, durability), spawn(our_producer), spawn(our_scorer)
+
+    def measure(order: Order) -> dict[str, Any]:
+        server.send(order)
+        endpoint = server.recv()
+        taken: dict[int, float] = {}
+        with QueueClient(endpoint, "consumer") as queue:
+            queue.stats()
+            scorer.send((endpoint, order))
+            scorer.recv()
+            producer.send((endpoint, order))
+            started = producer.recv()
+            for step in range(order["steps"]):
+                groups = queue.take(step, wait_s=60.0)
+                now = time.monotonic()
+                taken.update((g.ordinal, now) for g in groups)
+                assert sum(len(g.trajectories) for g in groups) == order["samples"]
+                queue.trained(step, step + 1)
+                queue.release(step + 1)
+            seconds = time.monotonic() - started
+            queue.commit(order["steps"] - 1)
+            put = dict(producer.recv())
+        server.send("close")
+        waits = np.array([taken[o] - put[o] for o in taken]) * 1e3
+        return {"seconds": seconds, "p50": float(np.percentile(waits, 50)), "p99": float(np.percentile(waits, 99))}
+
+    serve(measure)
+
+
+# ---- peers
+
+
+def ray_queue() -> None:
+    import ray
+    from ray.util.queue import Queue
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    queue = Queue(maxsize=0)
+    back = Queue(maxsize=0)
+
+    @ray.remote(num_cpus=0)
+    class Producer:
+        def run(self, queue: Queue, back: Queue, order: Order) -> float:
+            step = columns(order["samples"], order["tokens"])
+            groups = [{k: c[i : i + 8] for k, c in step.items()} for i in range(0, order["samples"], 8)]
+            started = time.monotonic()
+            for n in range(order["steps"]):
+                if n >= AHEAD:
+                    back.get()
+                for group in groups:
+                    queue.put(group)
+            return started
+
+    producer = Producer.remote()
+
+    def measure(order: Order) -> dict[str, Any]:
+        started = producer.run.remote(queue, back, order)
+        for _ in range(order["steps"]):
+            for _ in range(order["samples"] // 8):
+                queue.get()
+            back.put(1)
+        finished = time.monotonic()
+        while not back.empty():
+            back.get()
+        return {"seconds": finished - ray.get(started)}
+
+    serve(measure)
+
+
+def transfer_queue() -> None:
+    import ray
+    import torch
+    import transfer_queue as tq
+    from ray.util.queue import Queue
+    from tensordict import TensorDict
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    tq.init()
+    ready, back = Queue(), Queue()
+
+    @ray.remote(num_cpus=0)
+    class Producer:
+        def __init__(self) -> None:
+            import transfer_queue
+
+            self.tq = transfer_queue
+            self.tq.init()
+
+        def run(self, ready: Queue, back: Queue, order: Order, run: int) -> float:
+            torch.set_num_threads(1)
+            made = {k: torch.from_numpy(c) for k, c in columns(order["samples"], order["tokens"]).items()}
+            step = TensorDict(made, batch_size=order["samples"])
+            started = time.monotonic()
+            for n in range(order["steps"]):
+                if n >= AHEAD:
+                    back.get()
+                keys = [f"{run}.{n}.{i}" for i in range(order["samples"])]
+                self.tq.kv_batch_put(keys=keys, partition_id="train", fields=step)
+                ready.put(keys)
+            return started
+
+    producer = Producer.remote()
+    runs = 0
+
+    def measure(order: Order) -> dict[str, Any]:
+        nonlocal runs
+        runs += 1
+        started = producer.run.remote(ready, back, order, runs)
+        for _ in range(order["steps"]):
+            keys = ready.get()
+            batch = tq.kv_batch_get(keys=keys, partition_id="train")
+            assert len(batch) == order["samples"]
+            tq.kv_clear(keys=keys, partition_id="train")
+            back.put(1)
+        finished = time.monotonic()
+        while not back.empty():
+            back.get()
+        return {"seconds": finished - ray.get(started)}
+
+    serve(measure)
+
+
+if __name__ == "__main__":
+    {"raw": raw, "ours": ours, "ray": ray_queue, "tq": transfer_queue}[sys.argv[1]](*sys.argv[2:])
