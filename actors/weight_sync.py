@@ -222,12 +222,15 @@ class WeightSync:
             self._members = wanted
             return None
         await self.sender.close_group()
-        for o in outcomes:
-            if o.error is not None and "called off" not in str(o.error):
+        blamed = [o for o in outcomes if o.silent or _names(o.name, entered.error)]
+        if not blamed:  # nobody was missing, yet it failed: whoever keeps failing is out after `attempts`
+            failed = [o for o in outcomes if o.error is not None and "called off" not in str(o.error)]
+            for o in failed:
                 strikes[o.name] = strikes.get(o.name, 0) + 1
-            if o.silent or _names(o.name, entered.error) or strikes.get(o.name, 0) >= self.attempts:
-                reason = f"did not enter the weight group: {o.error or entered.error}"
-                await self._quarantine(o.name, reason, quarantined)
+            blamed = [o for o in failed if strikes[o.name] >= self.attempts]
+        for o in blamed:
+            reason = f"did not enter the weight group: {o.error or entered.error}"
+            await self._quarantine(o.name, reason, quarantined)
         return entered.error or WeightError("an engine did not enter the weight group")
 
     async def _all_or_call_off(self, asked: list[Awaitable[_Outcome]]) -> list[_Outcome]:

@@ -190,10 +190,8 @@ class WeightInbox:
         if self._group is not None:
             self._group.close()
             self._group = None
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
-            if self._thread.is_alive():  # it may still write: let it have that place, and take another
-                self.spool.abandon_free()
+        if self._thread is not None and self._thread.is_alive():
+            self.spool.abandon_free()  # it may still write: let it have that place, and take another
 
     def _run(self, begun: Receipt, work: Callable[[], GlooGroup | Staged]) -> None:
         with self._lock:
