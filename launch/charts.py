@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 46, 16, 14, 34
+LARGE, SMALL = (560, 250), (380, 190)  # units of the drawing; it is scaled to the width of its place
 
 Points = Sequence[tuple[float, float]]
 
@@ -38,6 +38,10 @@ class Axis:
     high: float
     start: float
     end: float
+
+    @property
+    def middle(self) -> float:
+        return (self.start + self.end) / 2
 
     def at(self, value: float) -> float:
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
@@ -70,27 +74,29 @@ def line_chart(
     y_low: float | None = None,
     y_high: float | None = None,
     show: Callable[[float], str] = plain,
-    x_label: str = "optimizer step",
+    size: tuple[int, int] = LARGE,
 ) -> str:
     """A figure with a legend; one that says so where there are no points."""
-    legend = "".join(_key(s) for s in series if s.points)
+    legend = "".join(_key(s) for s in series if s.points) if len(series) > 1 else ""
     head = f"<figcaption><b>{escape(title)}</b><span class=keys>{legend}</span></figcaption>"
     foot = f"<p class=note>{escape(note)}</p>" if note else ""
     if not any(s.points for s in series):
         return f"<figure>{head}<p class=note>no data yet</p></figure>"
-    x, y = _axes(series, y_low, y_high)
+    x, y = _axes(series, y_low, y_high, size)
     parts = [
-        *_grid(x, y, show, x_label),
+        *_grid(x, y, show),
         *(_area(s, x, y) for s in series if s.area and len(s.points) > 1),
         *(_line(s, x, y) for s in series if s.points),
         *(_dots(s, x, y, show) for s in series),
     ]
     label = escape(f"{title}: {', '.join(s.label for s in series)}", quote=True)
-    svg = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
+    svg = f'<svg viewBox="0 0 {size[0]} {size[1]}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
     return f"<figure>{head}{svg}{foot}</figure>"
 
 
-def _axes(series: Sequence[Series], y_low: float | None, y_high: float | None) -> tuple[Axis, Axis]:
+def _axes(
+    series: Sequence[Series], y_low: float | None, y_high: float | None, size: tuple[int, int]
+) -> tuple[Axis, Axis]:
     xs = [x for s in series for x, _ in s.points]
     ys = [y for s in series for _, y in s.points]
     low = min(ys) if y_low is None else min(y_low, *ys)
@@ -101,23 +107,19 @@ def _axes(series: Sequence[Series], y_low: float | None, y_high: float | None) -
         high += 0.06 * (high - low)
     if y_low is None:
         low -= 0.06 * (high - low)
-    return Axis(min(xs), max(xs), LEFT, WIDTH - RIGHT), Axis(low, high, HEIGHT - BOTTOM, TOP)
+    return Axis(min(xs), max(xs), LEFT, size[0] - RIGHT), Axis(low, high, size[1] - BOTTOM, TOP)
 
 
-def _grid(x: Axis, y: Axis, show: Callable[[float], str], x_label: str) -> list[str]:
+def _grid(x: Axis, y: Axis, show: Callable[[float], str]) -> list[str]:
     out = []
     for tick in y.ticks(5):
-        out.append(f'<line class=grid x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y.at(tick)}" y2="{y.at(tick)}"/>')
-        out.append(
-            f'<text class=tick x="{LEFT - 8}" y="{y.at(tick) + 4}" text-anchor="end">{escape(show(tick))}</text>'
-        )
+        out.append(f'<line class=grid x1="{x.start}" x2="{x.end}" y1="{y.at(tick)}" y2="{y.at(tick)}"/>')
+        label = escape(show(tick))
+        out.append(f'<text class=tick x="{x.start - 8}" y="{y.at(tick) + 4}" text-anchor="end">{label}</text>')
     for tick in x.ticks(8):
         if tick == int(tick):
-            out.append(
-                f'<text class=tick x="{x.at(tick)}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{tick:.0f}</text>'
-            )
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    out.append(f'<text class=tick x="{middle}" y="{HEIGHT - 2}" text-anchor="middle">{escape(x_label)}</text>')
+            out.append(f'<text class=tick x="{x.at(tick)}" y="{y.start + 17}" text-anchor="middle">{tick:.0f}</text>')
+    out.append(f'<text class=tick x="{x.middle}" y="{y.start + 32}" text-anchor="middle">optimizer step</text>')
     return out
 
 
@@ -147,7 +149,7 @@ def _dots(s: Series, x: Axis, y: Axis, show: Callable[[float], str]) -> str:
         marks.append(f'<circle cx="{x.at(a)}" cy="{y.at(b)}" {style}><title>{tip}</title></circle>')
         if s.dots and len(s.points) <= 8:
             above = y.at(b) - 10 if y.at(b) > TOP + 20 else y.at(b) + 18
-            anchor = "end" if x.at(a) > WIDTH - RIGHT - 24 else "start" if x.at(a) < LEFT + 24 else "middle"
+            anchor = "end" if x.at(a) > x.end - 24 else "start" if x.at(a) < x.start + 24 else "middle"
             marks.append(f'<text class=value x="{x.at(a)}" y="{above}" text-anchor="{anchor}">{escape(show(b))}</text>')
     return "".join(marks)
 

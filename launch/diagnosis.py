@@ -251,12 +251,17 @@ def _balance(state: RunState) -> Iterator[Finding]:
             "slow", "run", f"engines are idle {percent(rollout)} of a step: learning is the bottleneck", remedy
         )
     pace = p.step_s(len(p.rows))
-    if sync and pace and sync > 0.2 * pace:
+    if sync and pace and sync > 0.2 * pace and sync > 0.5:
         yield Finding("slow", "run", f"weights take {sync:.1f} s of a {pace:.1f} s step", "see weights.plane")
     no_signal, trained = p.dropped.get("zero_signal", 0), p.total("groups/trained")
     if no_signal and no_signal > trained / 2:
         what = f"{no_signal} groups had answers that were all equally good, against {trained:.0f} trained"
-        yield Finding("slow", "run", what, "harder or easier prompts, more answers per group, or a higher temperature")
+        yield Finding(
+            "slow",
+            "run",
+            what,
+            "all right or all wrong: harder or easier prompts, more answers per group, a higher temperature",
+        )
 
 
 def _held(counts: Mapping[str, int]) -> str:

@@ -154,9 +154,9 @@ class LiveView:
             f"step {p.version}/{p.steps}  reward {decimals(p.latest('reward/mean'), 3)}"
             + (f"  held-out {scores[0]:.3f}" if scores else "")
             + f"  staleness {decimals(p.latest('staleness/mean'), 1)} (max {decimals(p.latest('staleness/max'), 0)})"
-            f"  rollout {per_second(p.latest('throughput/rollout_tokens_per_s'))}"
-            f"  learner {per_second(p.latest('throughput/learner_tokens_per_s'))}"
-            f"  idle: rollout {percent(p.latest('idle/rollout'))}, learner {percent(p.latest('idle/learner'))}"
+            f"  rollout {per_second(p.recent('throughput/rollout_tokens_per_s'))}"
+            f"  learner {per_second(p.recent('throughput/learner_tokens_per_s'))}"
+            f"  idle: rollout {percent(p.recent('idle/rollout'))}, learner {percent(p.recent('idle/learner'))}"
             f"  left {duration(p.left_s())}"
         )
 
@@ -178,8 +178,8 @@ class LiveView:
         stale = f"max {decimals(p.latest('staleness/max'), 0)} of at most {bound}"
         grid.add_row(Text("staleness", "dim"), decimals(p.latest("staleness/mean"), 1), stale)
         for role in ("rollout", "learner"):
-            idle = p.latest(f"idle/{role}")
-            speed = per_second(p.latest(f"throughput/{role}_tokens_per_s"))
+            idle = p.recent(f"idle/{role}")
+            speed = per_second(p.recent(f"throughput/{role}_tokens_per_s"))
             grid.add_row(Text(role, "dim"), speed, _busy_bar(idle))
         losses = ", ".join(f"{reason} {n}" for reason, n in p.dropped.most_common(4)) or "none"
         grid.add_row(Text("dropped", "dim"), str(sum(p.dropped.values())), losses)

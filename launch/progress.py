@@ -65,6 +65,11 @@ class Progress:
         """The last value of a metric; None before the first."""
         return next((v for row in reversed(self.rows) if (v := number(row.get(key))) is not None), None)
 
+    def recent(self, key: str, last: int = 4) -> float | None:
+        """The mean of a metric's last few values: what one step says of a rate is mostly chance."""
+        values = [value for _, value in self.series(key)][-last:]
+        return sum(values) / len(values) if values else None
+
     def series(self, key: str) -> list[tuple[int, float]]:
         """(version, value) of one metric, steps without it left out."""
         pairs = ((int(row.get("version", n + 1)), number(row.get(key))) for n, row in enumerate(self.rows))
@@ -127,13 +132,17 @@ def per_second(value: float | None) -> str:
 
 def described(event: Row) -> str:
     """An event in one line, without its clock: 'role_died role=rollout-0 reason=exit code -9'."""
-    rest = (f"{k}={_short(v)}" for k, v in event.items() if k not in ("time", "event"))
+    rest = (f"{k}={_short(v)}" for k, v in event.items() if k not in ("time", "event") and v not in (None, [], {}))
     return " ".join([str(event.get("event", "event")), *rest])
 
 
 def _short(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k} {_short(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, Sequence) and value and isinstance(value[0], Mapping):
+        return f"[{len(value)}]"
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 6:
         return f"[{', '.join(map(str, value[:5]))}, ... {len(value)} in all]"
     return str(value)

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from launch.charts import Series, line_chart, percent, plain
+from launch.charts import SMALL, Series, line_chart, percent, plain
 from launch.config import RunConfig, load
 from launch.curves import draw
 from launch.outcome import final_rows
@@ -85,7 +85,7 @@ def _headline(config: RunConfig, p: Progress, summary: dict[str, Any], name: str
     for what, points in p.held_out.items():
         tiles.append(("held-out score" if what == "held_out" else what, f"{points[0][1]:.2f} → {points[-1][1]:.2f}"))
     tiles.append(("steps", f"{p.version} of {p.steps}"))
-    tiles.append(("time", duration(seconds)))
+    tiles.append(("time, with start-up", duration(seconds)))
     oldest = max((value for _, value in p.series("staleness/max")), default=None)
     tiles.append(("staleness", f"max {decimals(oldest, 0)} of {config.staleness.bound}"))
     if "lost" in summary:
@@ -132,10 +132,10 @@ def _details(p: Progress) -> list[str]:
         ("Clipped tokens", "policy/clip_fraction", "a", percent),
         ("Answer length, tokens", "length/mean", "c", plain),
     )
-    charts = [line_chart("Where a step's time goes, s", times, y_low=0.0)]
+    charts = [line_chart("Where a step's time goes, s", times, y_low=0.0, size=SMALL)]
     for title, key, colour, show in small:
         series = [Series(title.partition(",")[0].lower(), p.series(key), colour)]
-        charts.append(line_chart(title, series, y_low=0.0, show=show))
+        charts.append(line_chart(title, series, y_low=0.0, show=show, size=SMALL))
     return charts
 
 

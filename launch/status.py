@@ -42,7 +42,7 @@ def status_text(state: RunState) -> str:
         mean, oldest = decimals(p.latest("staleness/mean"), 1), decimals(p.latest("staleness/max"), 0)
         lines.append(f"  staleness  mean {mean}, max {oldest} of {state.config.staleness.bound}")
         for role in ("rollout", "learner"):
-            speed, idle = p.latest(f"throughput/{role}_tokens_per_s"), p.latest(f"idle/{role}")
+            speed, idle = p.recent(f"throughput/{role}_tokens_per_s"), p.recent(f"idle/{role}")
             lines.append(f"  {role:<10} {per_second(speed)}, idle {percent(idle)}")
     if state.counts:
         lines.append("  queue      " + ", ".join(f"{n} {name}" for name, n in state.counts.items() if n))

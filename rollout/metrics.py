@@ -38,6 +38,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("groups/trained", "groups", "groups consumed by this step"),
     Metric("groups/dropped", "groups", "groups dropped so far, for any reason"),
     Metric("groups/<reason>", "groups", "groups left out of this step for one reason"),
+    Metric("answers/<kind>", "answers", "answers of this step that are empty, unscored, ..."),
     Metric("length/mean", "tokens", "mean length of the answers trained on"),
     Metric("length/truncated", "fraction", "answers that ran out of tokens"),
     # the update
@@ -53,6 +54,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("correction/<statistic>", "", "the off-policy correction: effective sample size, weights, mismatch"),
     Metric("critic/<statistic>", "", "the value function of PPO"),
     Metric("advantage/<statistic>", "", "advantages, and how many groups gave none"),
+    Metric("step/skipped", "", "1 where the gradient was not finite and the step changed nothing"),
     Metric("grad_norm", "", "norm of the gradient before clipping"),
     Metric("lr", "", "learning rate of this step"),
     # asynchrony
