@@ -48,6 +48,7 @@ class LearnerSpec:
     world: int
     algorithm: AlgorithmConfig
     setting: Setting
+    component_weights: tuple[tuple[str, float], ...]
     learner: LearnerConfig
     weights: WeightsConfig
     schedule: Schedule
@@ -99,6 +100,8 @@ class LearnerActor:
             temperature=self.task.sampling.temperature,
             serving_dtype=self.task.model.dtype,
             total_steps=spec.schedule.steps,
+            max_tokens=self.task.sampling.max_tokens,
+            component_weights=dict(spec.component_weights),
         )
         self.queue = QueueClient(self.task.queue, self.seat.name)
         self.prompts = self.task.prompt_source()

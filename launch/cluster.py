@@ -189,6 +189,7 @@ class Cluster:
             world=c.topology.learner.ranks,
             algorithm=c.algorithm,
             setting=algorithm_setting(c),
+            component_weights=tuple((r.component, r.weight) for r in c.rewards),
             learner=c.topology.learner,
             weights=c.weights,
             schedule=Schedule(

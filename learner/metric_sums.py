@@ -1,9 +1,9 @@
 """Metrics that add up exactly over micro-batches and ranks: every part is a small vector to be SUMMED, then finished.
 
-    sums = MetricSums.of(mean={"policy/kl": (kl_t, mask)}, total={"policy/loss": loss})
+    sums = MetricSums.of(mean={"policy/kl": (kl_t, mask)}, total={"loss/policy": loss})
     step = sums_of_microbatch_1 + sums_of_microbatch_2          # within a rank
     step = step.reduced(all_reduce_sum)                         # over ranks: ONE vector, same layout everywhere
-    step.finish()  ->  {"policy/kl": 0.0031, "policy/loss": -0.12, "tokens/nonfinite": 0.0, ...}
+    step.finish()  ->  {"policy/kl": 0.0031, "loss/policy": -0.12, "tokens/nonfinite": 0.0, ...}
 
 kind        parts                      finished as
 mean        [sum, count]               sum / count (0 where nothing was counted)

@@ -263,7 +263,8 @@ def _metrics(c: Choices, t: TokenTerms, policy: Tensor, loss: Tensor) -> MetricS
     return MetricSums.of(
         mean=means,
         total={
-            "policy/loss": policy,
+            "loss/policy": policy,
+            "loss/kl": loss.detach() - policy.detach(),
             "loss/total": loss,
             "tokens/kept": t.kept.sum(),
             "tokens/nonfinite": b.nonfinite.sum(),
