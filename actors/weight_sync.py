@@ -31,9 +31,6 @@ from rollout.versions import WeightManifest
 if TYPE_CHECKING:
     from learner.weight_sender import Sent, WeightSender
 
-_GRACE_S = 5.0  # an engine's own deadline comes first, and its error says more than our giving up
-
-
 class EnginePort(Protocol):
     """The part of `rollout.engine.Engine` a push uses; a Ray handle is wrapped into one of these."""
 
@@ -135,6 +132,7 @@ class WeightSync:
     sender: SenderPort
     event: Callable[..., None]
     timeout_s: float = 60.0
+    grace_s: float = 5.0  # an engine's own deadline comes first, and its error says more than our giving up
     attempts: int = 3
     canary: CanaryPlan | None = None
     on_quarantine: Callable[[str, str], Awaitable[None]] | None = None
@@ -318,9 +316,9 @@ class WeightSync:
     async def _ask(self, name: str, question: Awaitable[Any], timeout_s: float) -> _Outcome:
         """Never raises for what an engine does: an answer, its error, or its silence."""
         try:
-            return _Outcome(name, await asyncio.wait_for(question, timeout_s + _GRACE_S))
+            return _Outcome(name, await asyncio.wait_for(question, timeout_s + self.grace_s))
         except TimeoutError:
-            return _Outcome(name, error=DeadlineError(f"an answer of {name}", timeout_s + _GRACE_S), silent=True)
+            return _Outcome(name, error=DeadlineError(f"an answer of {name}", timeout_s + self.grace_s), silent=True)
         except (WeightError, DeadlineError) as error:
             return _Outcome(name, error=error)
         except Exception as error:  # noqa: BLE001 - a dead actor raises whatever its transport raises: a named outcome
@@ -338,7 +336,7 @@ class WeightSync:
             await self.on_quarantine(name, reason)
 
     async def _discard_everywhere(self) -> None:
-        await asyncio.gather(*(self._ask(n, e.discard_weights(), _GRACE_S) for n, e in self._engines.items()))
+        await asyncio.gather(*(self._ask(n, e.discard_weights(), self.grace_s) for n, e in self._engines.items()))
 
     def _require_engines(self, version: int, quarantined: dict[str, str]) -> None:
         if not self._engines:

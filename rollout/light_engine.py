@@ -1,8 +1,11 @@
 """The smallest complete Engine: a bigram model in torch behind the same weight plane as vLLM's. For tests and benches.
 
-The model is one matrix: the logits after token t are `head.weight[t]`. Everything else is real: the inbox, the spool,
-the digests, the swap between two decoding steps, the version of every token. Start-up takes milliseconds, so that
-tests can have twenty of them, and kill them.
+The model is a matrix and, if it has one, a low-rank adapter: the logits after token t are
+
+    head.weight[t] + adapter.up.weight[t] @ adapter.down.weight
+
+Everything else is real: the inbox, the spool, the digests, the swap between two decoding steps, the version of every
+token. Start-up takes milliseconds, so that tests can have twenty of them, and kill them.
 """
 
 from __future__ import annotations
@@ -22,13 +25,27 @@ from rollout.versions import VersionSpan, WeightManifest
 from rollout.weight_inbox import Receipt, WeightInbox
 from rollout.weight_stream import views
 
-HEAD = "head.weight"
+HEAD, UP, DOWN = "head.weight", "adapter.up.weight", "adapter.down.weight"
 _POLL_S = 0.005
 
 
 def bigram(vocab: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Weights of a light model: {"head.weight": float32[V, V]}."""
     return {HEAD: torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed))}
+
+
+def adapter(token: int, vocab: int, rank: int = 4) -> dict[str, torch.Tensor]:
+    """An adapter that outweighs `always`: with it, every greedy token is `token`."""
+    up, down = torch.zeros(vocab, rank), torch.zeros(rank, vocab)
+    up[:, 0] = 1.0
+    down[0, token % vocab] = 50.0
+    return {UP: up, DOWN: down}
+
+
+def logits(weights: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    """float32[n, V] after each of `tokens` int64[n]."""
+    plain = weights[HEAD].float()[tokens]
+    return plain if UP not in weights else plain + weights[UP].float()[tokens] @ weights[DOWN].float()
 
 
 def always(token: int, vocab: int) -> dict[str, torch.Tensor]:
@@ -39,7 +56,11 @@ def always(token: int, vocab: int) -> dict[str, torch.Tensor]:
 
 
 class LightEngine:
-    """`rollout.engine.Engine` on a bigram model. `on_load` may alter weights as they are loaded (a test's bug)."""
+    """`rollout.engine.Engine` on a bigram model.
+
+    `takes` are the names an update must bring, all by default; with an adapter's names alone, the base stays as it is.
+    `on_load` may alter weights while they are loaded: a bug that no digest of received bytes sees.
+    """
 
     def __init__(
         self,
@@ -50,10 +71,13 @@ class LightEngine:
         timeout_s: float = 10.0,
         spool_dir: Path | str | None = None,
         step_s: float = 0.0,
+        store_url: str = "",
+        takes: Sequence[str] | None = None,
         on_load: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._weights = {n: t.float().clone() for n, t in weights.items()}
-        self._version, self._timeout_s, self._step_s = version, timeout_s, step_s
+        self._version, self._timeout_s, self._step_s, self._store_url = version, timeout_s, step_s, store_url
+        self._takes = set(takes if takes is not None else self._weights)
         self._on_load = on_load or (lambda name, tensor: tensor)
         self.inbox = WeightInbox(bucket_bytes, spool_dir)
         self._counts = {"requests": 0, "tokens": 0, "commits": 0}
@@ -77,7 +101,9 @@ class LightEngine:
         generator = torch.Generator().manual_seed(seed)
         tokens, logprobs, versions = [], [], []
         for _ in range(sampling.max_tokens):
-            row = torch.log_softmax(self._weights[HEAD][token] / (sampling.temperature or 1.0), dim=-1)
+            row = torch.log_softmax(
+                logits(self._weights, torch.tensor([token]))[0] / (sampling.temperature or 1.0), dim=-1
+            )
             token = int(row.argmax() if sampling.greedy else torch.multinomial(row.exp(), 1, generator=generator))
             tokens.append(token)
             logprobs.append(float(row[token]))
@@ -93,6 +119,8 @@ class LightEngine:
         return score(self._weights, prompt_ids, token_ids, temperature)
 
     async def join(self, rendezvous: Rendezvous) -> None:
+        if self._store_url:  # nothing to meet for: versions are pulled
+            return
         self.inbox.join(rendezvous)
         await self._until("joined", rendezvous.timeout_s)
 
@@ -100,7 +128,10 @@ class LightEngine:
         return (await self.stage(manifest)).seconds
 
     async def stage(self, manifest: WeightManifest) -> Receipt:
-        self.inbox.stage(manifest)
+        if self._store_url:
+            self.inbox.fetch(self._store_url, manifest, self._timeout_s)
+        else:
+            self.inbox.stage(manifest)
         return await self._until("staged", self._timeout_s)
 
     async def discard_weights(self) -> None:
@@ -113,9 +144,9 @@ class LightEngine:
             self.inbox.discard()
             raise WeightError(f"version {version} was staged as {staged.root}, the learner sent {digest}; refused")
         fresh = {n: self._on_load(n, t).float().clone() for n, t in views(staged.manifest, staged.bytes())}
-        if fresh.keys() != self._weights.keys():
-            raise WeightError(f"version {version} has {sorted(fresh)}, the model needs {sorted(self._weights)}")
-        self._weights, self._version = fresh, version
+        if fresh.keys() != self._takes:
+            raise WeightError(f"version {version} brings {sorted(fresh)}, the engine takes {sorted(self._takes)}")
+        self._weights, self._version = {**self._weights, **fresh}, version
         self.inbox.committed(staged)
         self._counts["commits"] += 1
         seconds = time.monotonic() - started
@@ -147,7 +178,7 @@ def score(
 ) -> Float32:
     """Log-probs float32[L] of a bigram model; what a learner of the same model computes for its canary."""
     previous = torch.tensor([int(prompt_ids[-1]), *map(int, token_ids[:-1])])
-    rows = torch.log_softmax(weights[HEAD].float()[previous] / temperature, dim=-1)
+    rows = torch.log_softmax(logits(weights, previous) / temperature, dim=-1)
     picked = rows.gather(1, torch.tensor([int(t) for t in token_ids]).unsqueeze(1)).squeeze(1)
     return picked.numpy().astype(np.float32)
 

@@ -73,6 +73,7 @@ class VllmSettings:
     plane: Literal["gloo", "nccl", "ipc", "store"] = "gloo"
     bucket_bytes: int = 8 << 20
     spool_dir: str | None = None
+    store_url: str = ""  # where plane "store" pulls from
     timeout_s: float = 60.0
     seed: int = 0
     initial_version: int = 0
@@ -233,6 +234,8 @@ class VllmEngine:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     async def join(self, rendezvous: Rendezvous) -> None:
+        if self.settings.plane == "store":  # nothing to meet for: versions are pulled
+            return
         async with self._lock:
             await self._call("join", asdict(rendezvous))
             await self._until("joined", rendezvous.timeout_s)
@@ -243,7 +246,12 @@ class VllmEngine:
     async def stage(self, manifest: WeightManifest) -> Receipt:
         """As `stage_weights`, with the root digest of what was received."""
         async with self._lock:
-            (await self._call("stage", manifest_to_plain(manifest))).raise_if_failed()
+            plain = manifest_to_plain(manifest)
+            if self.settings.plane == "store":
+                pull = {"url": self.settings.store_url, "manifest": plain, "timeout_s": self.settings.timeout_s}
+                (await self._call("fetch", pull)).raise_if_failed()
+            else:
+                (await self._call("stage", plain)).raise_if_failed()
             return await self._until("staged", self.settings.timeout_s)
 
     async def discard_weights(self) -> None:

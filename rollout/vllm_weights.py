@@ -1,9 +1,10 @@
 """Our weight-transfer back end inside vLLM's worker process, and the mend for what vLLM's reload leaves stale.
 
 vLLM finds `register` through the `vllm.general_plugins` entry point in every engine process. The life of one update,
-in the worker (each line one RPC; the first two run beside decoding, the others while generation is paused):
+in the worker (each line one RPC; the first three run beside decoding, the others while generation is paused):
 
     headrace_weights("join", ...)     enter the epoch's gloo group               (a thread; poll with "status")
+    headrace_weights("fetch", ...)    or: pull from the store into the spool    (a thread; poll with "status")
     headrace_weights("stage", ...)    receive into the spool, recompute digests  (a thread; poll with "status")
     start_weight_update()             vLLM: layers go back to checkpoint format
     update_weights({"version": 7})    load the proven bytes; refuse any other version
@@ -158,10 +159,12 @@ class HeadraceTransfer(WeightTransferEngine[HeadraceInit, HeadraceUpdate]):
             self.inbox.join(Rendezvous(**args))
         elif what == "stage":
             self.inbox.stage(manifest_from_plain(args))
+        elif what == "fetch":
+            self.inbox.fetch(args["url"], manifest_from_plain(args["manifest"]), args["timeout_s"])
         elif what == "discard":
             self.inbox.discard()
         elif what != "status":
-            raise WeightError(f"unknown weight call {what!r}; known are join, stage, discard, status")
+            raise WeightError(f"unknown weight call {what!r}; known are join, stage, fetch, discard, status")
         return {**self.inbox.status().as_dict(), "load_s": self.load_s, "mended": self.mended}
 
 

@@ -32,6 +32,7 @@ from rollout.weight_stream import (
     buckets,
     check_digests,
     check_prologue,
+    layout_hash,
     prologue,
     read_trailer,
     root_digest,
@@ -118,6 +119,17 @@ def _stay_in_step(group: GlooGroup, head: torch.Tensor) -> None:
     group.wait(group.broadcast(scratch[: DIGEST_BYTES * tensors]))
 
 
+def _pull(url: str, manifest: WeightManifest, spool: Spool, timeout_s: float) -> Staged:
+    """Wait for a version in a store, hold it against what was announced, fetch and prove it."""
+    from rollout.weight_store import WeightStore
+
+    store = WeightStore(url)
+    published = store.wait_for(manifest.version, timeout_s)
+    if manifest.tensors and layout_hash(published.manifest) != layout_hash(manifest):
+        raise WeightError(f"version {manifest.version} in {url} has other names, types or shapes than announced")
+    return store.fetch(manifest.version, spool)
+
+
 class WeightInbox:
     """Joins, stages, discards; what is staged and proven is `ready` until taken or discarded."""
 
@@ -153,10 +165,12 @@ class WeightInbox:
             lambda: receive(group, manifest, self.spool, self._bucket_bytes),
         )
 
-    def put(self, staged: Staged) -> None:
-        """Accept a version that came by another way (the store plane); it must lie in our spool."""
-        self._ready = staged
-        self._receipt = Receipt("staged", self._receipt.epoch, staged.manifest.version, staged.root)
+    def fetch(self, url: str, manifest: WeightManifest, timeout_s: float) -> None:
+        """Start to pull a version from a store (the store plane); it may not be published yet."""
+        if self._thread is not None and self._thread.is_alive():
+            raise WeightError(f"still {self._receipt.state}; discard it before fetching version {manifest.version}")
+        self._ready = None
+        self._run(Receipt("staging", -1, manifest.version), lambda: _pull(url, manifest, self.spool, timeout_s))
 
     def take(self, version: int) -> Staged:
         """The proven version, to be loaded; WeightError if another one, or none, is ready."""

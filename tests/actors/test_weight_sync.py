@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from actors import weight_sync
 from actors.weight_sync import CanaryPlan, WeightSync
 from learner.weight_sender import Sent
 from rollout.canary import CanaryText
@@ -90,8 +89,7 @@ class FakeEngine:
 
 
 class World:
-    def __init__(self, monkeypatch, *engines: dict, **sender) -> None:
-        monkeypatch.setattr(weight_sync, "_GRACE_S", 0.05)
+    def __init__(self, *engines: dict, **sender) -> None:
         self.log: list[str] = []
         self.events: list[tuple[str, dict]] = []
         self.sender = FakeSender(self.log, **sender)
@@ -101,7 +99,7 @@ class World:
 
         plan = CanaryPlan((CanaryText((1,), (2, 3)),), wanted)
         self.sync = WeightSync(
-            self.sender, lambda kind, **f: self.events.append((kind, f)), timeout_s=0.05, canary=plan
+            self.sender, lambda kind, **f: self.events.append((kind, f)), timeout_s=0.05, grace_s=0.05, canary=plan
         )
         self.engines = {}
         for i, settings in enumerate(engines):
@@ -116,8 +114,8 @@ class World:
         return [k for k, _ in self.events if k != "engine_admitted"]
 
 
-async def test_the_order_of_one_push(monkeypatch) -> None:
-    w = World(monkeypatch, {}, {})
+async def test_the_order_of_one_push() -> None:
+    w = World({}, {})
     report = await w.sync.push(1, grad_norm=0.5)
     assert w.log[0] == "invite e0,e1" and set(w.log[1:3]) == {"e0 join", "e1 join"}
     assert set(w.log[3:6]) == {"send 1", "e0 stage", "e1 stage"}
@@ -127,8 +125,8 @@ async def test_the_order_of_one_push(monkeypatch) -> None:
     assert w.kinds() == ["weights_committed"] * 2 and w.events[-1][1]["digest"] == "root"
 
 
-async def test_the_second_push_keeps_the_epoch_and_a_newcomer_begins_one(monkeypatch) -> None:
-    w = World(monkeypatch, {})
+async def test_the_second_push_keeps_the_epoch_and_a_newcomer_begins_one() -> None:
+    w = World({})
     for v in (1, 2):
         await w.sync.push(v)
     assert w.log.count("invite e0") == 1
@@ -142,8 +140,8 @@ async def test_the_second_push_keeps_the_epoch_and_a_newcomer_begins_one(monkeyp
 
 @pytest.mark.parametrize("step", ["join", "stage", "commit", "score"])
 @pytest.mark.parametrize("error", [None, EngineError("process died"), ConnectionError("actor gone")])
-async def test_a_silent_or_dead_engine_is_quarantined_and_the_other_goes_on(monkeypatch, step, error) -> None:
-    w = World(monkeypatch, {}, {"step": step, "error": error})
+async def test_a_silent_or_dead_engine_is_quarantined_and_the_other_goes_on(step, error) -> None:
+    w = World({}, {"step": step, "error": error})
     report = await asyncio.wait_for(w.sync.push(1), 5)
     assert report.committed.keys() == {"e0"} and report.quarantined.keys() == {"e1"}
     assert w.engines["e0"].served[-1] == 1 and w.sync.engines == ("e0",)
@@ -151,54 +149,54 @@ async def test_a_silent_or_dead_engine_is_quarantined_and_the_other_goes_on(monk
     assert (await w.sync.push(2)).committed.keys() == {"e0"}
 
 
-async def test_refused_once_is_sent_again_refused_always_is_quarantined(monkeypatch) -> None:
-    w = World(monkeypatch, {}, {"step": "stage", "error": WeightError("digest"), "times": 1})
+async def test_refused_once_is_sent_again_refused_always_is_quarantined() -> None:
+    w = World({}, {"step": "stage", "error": WeightError("digest"), "times": 1})
     report = await w.sync.push(1)
     assert report.attempts == 2 and report.committed.keys() == {"e0", "e1"}
     assert w.kinds()[0] == "weights_refused"
-    w = World(monkeypatch, {}, {"step": "stage", "error": WeightError("digest")})
+    w = World({}, {"step": "stage", "error": WeightError("digest")})
     report = await w.sync.push(1)
     assert report.committed.keys() == {"e0"} and "refused version 1 3 times" in report.quarantined["e1"]
     assert w.engines["e1"].served == []
 
 
-async def test_a_bystander_of_a_broken_group_is_not_blamed(monkeypatch) -> None:
-    w = World(monkeypatch, {"step": "stage", "error": WeightError("group broke"), "times": 1}, {}, fail_sends=1)
+async def test_a_bystander_of_a_broken_group_is_not_blamed() -> None:
+    w = World({"step": "stage", "error": WeightError("group broke"), "times": 1}, {}, fail_sends=1)
     report = await w.sync.push(1)
     assert report.committed.keys() == {"e0", "e1"} and not report.quarantined
     assert w.kinds()[0] == "weights_interrupted" and w.log.count("invite e0,e1") == 2
 
 
-async def test_a_learner_that_cannot_send_is_an_error_and_blames_no_engine(monkeypatch) -> None:
-    w = World(monkeypatch, {}, fail_sends=99)
+async def test_a_learner_that_cannot_send_is_an_error_and_blames_no_engine() -> None:
+    w = World({}, fail_sends=99)
     with pytest.raises(WeightError, match="version 1 could not be sent after 3 attempts"):
         await w.sync.push(1)
     assert w.sync.engines == ("e0",) and w.engines["e0"].served == [] and "e0 discard" in w.log
 
 
-async def test_who_does_not_enter_is_named_by_the_learner(monkeypatch) -> None:
-    w = World(monkeypatch, {}, {"step": "join", "error": DeadlineError("x", 1)}, missing="e1")
+async def test_who_does_not_enter_is_named_by_the_learner() -> None:
+    w = World({}, {"step": "join", "error": DeadlineError("x", 1)}, missing="e1")
     report = await w.sync.push(1)
     assert report.quarantined.keys() == {"e1"} and report.committed.keys() == {"e0"}
 
 
-async def test_no_engine_left_is_an_error_that_says_why(monkeypatch) -> None:
-    w = World(monkeypatch, {"step": "stage", "error": EngineError("process died")})
+async def test_no_engine_left_is_an_error_that_says_why() -> None:
+    w = World({"step": "stage", "error": EngineError("process died")})
     with pytest.raises(WeightError, match=r"no engine is left to serve version 1 \(e0: silent .* process died\)"):
         await w.sync.push(1)
     with pytest.raises(WeightError, match="none was admitted"):
         await w.sync.push(2)
 
 
-async def test_wrong_logprobs_quarantine_and_say_so(monkeypatch) -> None:
-    w = World(monkeypatch, {}, {"logprob": -2.0})
+async def test_wrong_logprobs_quarantine_and_say_so() -> None:
+    w = World({}, {"logprob": -2.0})
     report = await w.sync.push(1)
     assert report.committed.keys() == {"e0"} and "canary" in report.quarantined["e1"]
     assert "canary_alarm" in w.kinds()
 
 
-async def test_unchanged_weights_after_a_step_are_alarmed(monkeypatch) -> None:
-    w = World(monkeypatch, {})
+async def test_unchanged_weights_after_a_step_are_alarmed() -> None:
+    w = World({})
     await w.sync.push(1, grad_norm=0.5)
     await w.sync.push(2, grad_norm=0.0)
     assert "weights_unchanged" not in w.kinds()
@@ -206,8 +204,8 @@ async def test_unchanged_weights_after_a_step_are_alarmed(monkeypatch) -> None:
     assert "weights_unchanged" in w.kinds()
 
 
-async def test_on_quarantine_is_told(monkeypatch) -> None:
-    w = World(monkeypatch, {}, {"step": "commit", "error": WeightError("half loaded")})
+async def test_on_quarantine_is_told() -> None:
+    w = World({}, {"step": "commit", "error": WeightError("half loaded")})
     told = []
 
     async def note(name: str, reason: str) -> None:
