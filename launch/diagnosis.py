@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from launch.config import RunConfig, load
-from launch.progress import Progress, duration, number, percent
+from launch.progress import TROUBLE, Progress, duration, number, percent
 from launch.report import summary_of, told
 from launch.run_dir import RunDirectory
 from rollout.event_log import Row
 
 SILENT_S = 15.0  # the driver writes gauges.json every second; older than this, it is gone
 UNUSUAL = 5.0  # times the usual duration of a phase before it counts as stuck
-TROUBLE = ("alarm", "canary_alarm", "weights_refused", "weights_interrupted", "engine_quarantined", "journal_stalled")
 
 Severity = Literal["dead", "stuck", "alarm", "slow", "waiting", "working", "ended"]
 ORDER: tuple[Severity, ...] = ("dead", "stuck", "ended", "alarm", "slow", "waiting", "working")
@@ -232,7 +231,7 @@ def _trouble(state: RunState) -> Iterator[Finding]:
             last[event["event"], str(event.get("engine", event.get("what", "")))] = event
     for (kind, who), event in last.items():
         ago = duration(state.now - float(event["time"]))
-        detail = event.get("reason") or event.get("detail") or ""
+        detail = event.get(TROUBLE[kind], "")
         yield Finding("alarm", who or "run", f"{kind} {ago} ago" + (f": {detail}" if detail else ""))
 
 

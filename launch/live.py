@@ -29,9 +29,9 @@ from rich.text import Text
 
 from launch.config import RunConfig
 from launch.outcome import final_rows, next_steps
-from launch.progress import Progress, decimals, described, duration, per_second, percent, spark
+from launch.progress import TROUBLE, Progress, decimals, described, duration, per_second, percent, spark
 
-WORTH_A_LINE = {"role_died", "role_restarted", "weights_refused", "alarm", "stopping", "error"}
+WORTH_A_LINE = {*TROUBLE, "role_died", "role_restarted", "learner_restarted", "queue_recovered", "journal_resumed"}
 
 
 class LiveView:

@@ -13,6 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Row = Mapping[str, Any]
+TROUBLE = {  # events that somebody should look at, with the field that says why
+    "alarm": "detail",
+    "canary_alarm": "reason",
+    "weights_refused": "reason",
+    "weights_interrupted": "reason",
+    "weights_unchanged": "digest",
+    "engine_quarantined": "reason",
+    "journal_stalled": "reason",
+    "journal_torn": "reason",
+    "checkpoint_passed_over": "reason",
+    "pause_expired": "holder",
+}
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -48,8 +60,9 @@ class Progress:
             self.dropped[str(event.get("reason", "unknown"))] += int(count)
         elif kind == "role_died":
             self.deaths[str(event.get("role", "unknown"))] += 1
-        elif kind == "alarm":
-            self.alarms.append(" ".join(str(event[k]) for k in ("what", "detail") if k in event))
+        elif kind in TROUBLE:
+            who, why = event.get("engine", event.get("what", "")), event.get(TROUBLE[str(kind)], "")
+            self.alarms.append(" ".join(str(word) for word in (kind, who, why) if word))
         elif kind == "evaluation" and number(event.get("score")) is not None:
             self.evaluation(int(event.get("version", 0)), str(event.get("name", "held_out")), float(event["score"]))
 

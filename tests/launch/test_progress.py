@@ -39,7 +39,7 @@ def test_drops_deaths_and_alarms_are_counted_by_reason() -> None:
         {"event": "alarm", "what": "canary", "detail": "0.3"},
     ):
         p.event(event)
-    assert (p.dropped, p.deaths, p.alarms) == ({"zero_signal": 5}, {"rollout-0": 1}, ["canary 0.3"])
+    assert (p.dropped, p.deaths, p.alarms) == ({"zero_signal": 5}, {"rollout-0": 1}, ["alarm canary 0.3"])
 
 
 @pytest.mark.parametrize(
