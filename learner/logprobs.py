@@ -39,13 +39,13 @@ def chunked_logprobs(
 def _logits(
     h: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, wide: torch.dtype, fp32_head: bool
 ) -> Tensor:
-    """[c, V] temperature-scaled logits in `wide` precision."""
+    """[c, V] temperature-scaled logits in `wide` precision, a fresh tensor that the caller may overwrite."""
     if fp32_head:
         h, weight = h.to(wide), weight.to(wide)
     z = (h @ weight.t()).to(wide)
     if bias is not None:
-        z = z + bias.to(wide)
-    return z.div_(temperature)
+        z += bias.to(wide)
+    return z if temperature == 1.0 else z.mul_(1 / temperature)
 
 
 class _Chunked(torch.autograd.Function):
@@ -69,10 +69,14 @@ class _Chunked(torch.autograd.Function):
         for at in range(0, n, chunk):
             part = slice(at, at + chunk)
             z = _logits(hidden[part], weight, bias, temperature, wide, fp32)
-            norm[part] = torch.logsumexp(z, dim=-1)
-            logprobs[part] = z.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1) - norm[part]
-            logp = z.sub_(norm[part].unsqueeze(-1))
-            entropy[part] = -torch.where(logp > -torch.inf, logp.exp() * logp, torch.zeros_like(logp)).sum(-1)
+            top = z.amax(dim=-1, keepdim=True)
+            z -= top  # centred: large logits cost the entropy no digits
+            chosen = z.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1)
+            e = z.exp()
+            total = e.sum(dim=-1)
+            logprobs[part] = chosen - total.log()
+            entropy[part] = total.log() - torch.linalg.vecdot(e, z) / total
+            norm[part] = top.squeeze(-1) + total.log()
         ctx.save_for_backward(hidden, weight, bias, targets, norm, entropy)
         ctx.settings = (temperature, chunk, wide, fp32)
         return logprobs, entropy
@@ -81,29 +85,30 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, norm, entropy = ctx.saved_tensors
         temperature, chunk, wide, fp32 = ctx.settings
-        grad_logp, grad_entropy = grads
+        grad_logp, grad_entropy = (g if g is None else g / temperature for g in grads)
+        live = _live(grad_logp, grad_entropy, norm)
+        norm, entropy = (torch.where(live, x, torch.zeros_like(x)) for x in (norm, entropy))
         d_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
         d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None
-        d_bias = (
-            torch.zeros(bias.shape, dtype=wide, device=weight.device)
-            if bias is not None and ctx.needs_input_grad[2]
-            else None
-        )
+        d_bias = None
+        if bias is not None and ctx.needs_input_grad[2]:
+            d_bias = torch.zeros(bias.shape, dtype=wide, device=weight.device)
         compute = wide if fp32 else hidden.dtype
+        head = weight.to(compute)
         for at in range(0, hidden.shape[0], chunk):
             part = slice(at, at + chunk)
-            logp = _logits(hidden[part], weight, bias, temperature, wide, fp32).sub_(norm[part].unsqueeze(-1))
-            pulls = (_part(grad_logp, part), _part(grad_entropy, part))
-            dz, live = _dlogits(logp, targets[part], entropy[part], *pulls)
-            dz.div_(temperature)
+            h = torch.where(live[part].unsqueeze(-1), hidden[part], torch.zeros_like(hidden[part]))
+            logp = _logits(h, weight, bias, temperature, wide, fp32).sub_(norm[part].unsqueeze(-1))
+            dz = _dlogits(logp, targets[part], entropy[part], _part(grad_logp, part), _part(grad_entropy, part))
             if d_bias is not None:
                 d_bias += dz.sum(0)
             dz = dz.to(compute)
             if d_hidden is not None:
-                d_hidden[part] = (dz @ weight.to(compute)).to(hidden.dtype)
-            if d_weight is not None:
-                h = torch.where(live.unsqueeze(-1), hidden[part], torch.zeros_like(hidden[part]))
-                d_weight += (dz.t() @ h.to(compute)).to(wide)
+                d_hidden[part] = (dz @ head).to(hidden.dtype)
+            if d_weight is not None and compute == wide:
+                d_weight.addmm_(dz.t(), h.to(compute))
+            elif d_weight is not None:
+                d_weight += dz.t() @ h
         return (
             d_hidden,
             d_weight.to(weight.dtype) if d_weight is not None else None,
@@ -116,19 +121,23 @@ def _part(grad: Tensor | None, part: slice) -> Tensor | None:
     return None if grad is None else grad[part]
 
 
-def _dlogits(
-    logp: Tensor, targets: Tensor, entropy: Tensor, g: Tensor | None, g_entropy: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """[c, V] gradient of the scaled logits; exact zeros for tokens without one (live: False), NaN or not."""
-    p = logp.exp()
-    dz = torch.zeros_like(logp)
-    live = torch.zeros(len(logp), dtype=torch.bool, device=logp.device)
+def _live(grad_logp: Tensor | None, grad_entropy: Tensor | None, like: Tensor) -> Tensor:
+    """[T] tokens with an incoming gradient. The others are computed as zeros, so that a NaN of theirs stays theirs."""
+    live = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
+    for g in (grad_logp, grad_entropy):
+        live = live if g is None else live | (g != 0)
+    return live
+
+
+def _dlogits(logp: Tensor, targets: Tensor, entropy: Tensor, g: Tensor | None, g_entropy: Tensor | None) -> Tensor:
+    """[c, V] gradient of the scaled logits: g (1[y] - p) - g_entropy p (logp + H). May overwrite logp."""
+    if g_entropy is None:
+        pull = -g if g is not None else torch.zeros_like(entropy)
+        dz = logp.exp_().mul_(pull.unsqueeze(-1))
+    else:
+        p = logp.exp()
+        pull = -g_entropy * entropy - (g if g is not None else 0)
+        dz = logp.mul_(-g_entropy.unsqueeze(-1)).add_(pull.unsqueeze(-1)).mul_(p)
     if g is not None:
-        dz -= g.unsqueeze(-1) * p
         dz.scatter_add_(-1, targets.unsqueeze(-1), g.unsqueeze(-1))
-        live |= g != 0
-    if g_entropy is not None:
-        inner = torch.where(p > 0, p * (logp + entropy.unsqueeze(-1)), torch.zeros_like(p))
-        dz -= g_entropy.unsqueeze(-1) * inner
-        live |= g_entropy != 0
-    return torch.where(live.unsqueeze(-1), dz, torch.zeros_like(dz)), live
+    return dz
