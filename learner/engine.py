@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from learner import export, snapshot
-from learner import train_step as walk
+from learner import export, reference, snapshot, train_step
 from learner.choices import Choices
 from learner.config import AlgorithmConfig, LearnerConfig
+from learner.critic import CriticModule, ValueHead
+from learner.look import Stepped
 from learner.packing import Answer, pack
 from learner.policy import DTYPES, Inputs, PolicyOutput, layout_of, load_policy
 from learner.schedule import learning_rate
 from learner.weights import named_weights
 from learner.world import World
-from rollout.errors import ConfigError, DivergedError
+from learner.zero_config import deepspeed_config, refuse_what_cannot_be_kept
+from rollout.errors import DivergedError
 from rollout.types import Float32, Group
 
 
@@ -65,7 +67,7 @@ class Zero:
             weight_decay=algorithm.weight_decay,
             fused=True,
         )
-        settings = _deepspeed_config(algorithm, config, device)
+        settings = deepspeed_config(algorithm, config, device)
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=self.adam, config=settings)
         self._world = dist.get_world_size()
 
@@ -77,7 +79,7 @@ class Zero:
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(loss * self._world)
 
-    def step(self, rate: float) -> walk.Stepped:
+    def step(self, rate: float) -> Stepped:
         """Clip, update, and say what happened. A non-finite gradient leaves weights and moments as they were."""
         for group in self.adam.param_groups:
             group["lr"] = rate
@@ -85,13 +87,13 @@ class Zero:
             norm = self._local_norm()
             if not math.isfinite(norm):
                 self._engine.zero_grad()
-                return walk.Stepped(norm, rate, applied=False)
+                return Stepped(norm, rate, applied=False)
         self._engine.step()
         if self.stage:
             norm = float(self._engine.get_global_grad_norm() or 0.0)
         applied = math.isfinite(norm) and not getattr(self._engine.optimizer, "overflow", False)
         self.steps += int(applied)
-        return walk.Stepped(norm, rate, applied)
+        return Stepped(norm, rate, applied)
 
     def _local_norm(self) -> float:
         """Without ZeRO nobody else computes it before the update; gradients are the same on every rank by then."""
@@ -145,26 +147,6 @@ class Zero:
             state["step"].fill_(steps)
 
 
-def _deepspeed_config(algorithm: AlgorithmConfig, c: LearnerConfig, device: torch.device) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": c.zero_stage, "overlap_comm": device.type == "cuda"}
-    if c.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
-    if c.offload_params:
-        zero["offload_param"] = {"device": "cpu"}
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,  # micro-batches vary from step to step: the boundary is set by hand
-        "gradient_clipping": algorithm.grad_clip,
-        "zero_optimization": zero,
-        "bf16": {"enabled": c.compute_dtype == "bfloat16", "check_grad_overflow": True},
-        "fp16": {"enabled": c.compute_dtype == "float16", "initial_scale_power": 12},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
-    }
-
-
 class LearnerEngine:
     """One rank of the learner. See the map above."""
 
@@ -181,21 +163,40 @@ class LearnerEngine:
         serving_dtype: str = "bfloat16",
         total_steps: int | None = None,
         max_tokens: int | None = None,
-        component_names: Sequence[str] = (),
+        component_weights: Mapping[str, float] | None = None,
     ) -> None:
-        """`temperature` and `max_tokens` are those of sampling; `component_names` the rewards to report by name."""
-        _refuse_what_cannot_be_kept(learner)
+        """`temperature`, `max_tokens`: those of sampling; `component_weights`: the rewards' names and weights."""
+        refuse_what_cannot_be_kept(learner, choices, component_weights)
         self.model_dir, self.choices, self.algorithm, self.config = Path(model_dir), choices, algorithm, learner
         self.temperature, self.total_steps, self.max_tokens = temperature, total_steps, max_tokens
-        self.serving_dtype, self.component_names = DTYPES[serving_dtype], tuple(component_names)
+        self.serving_dtype, self.component_names = DTYPES[serving_dtype], tuple(component_weights or ())
+        self.component_weights = torch.tensor(list((component_weights or {}).values()), dtype=torch.float64)
         self.layout = layout_of(learner)
         self.world = World.join(device, learner.timeout_s)
+        self.world.check(learner.ranks)
         self.version = 0
         self.bad_steps = 0  # in a row
         self.skipped_ordinals: tuple[int, ...] = ()  # of the last step: the groups whose gradient was not finite
         torch.manual_seed(seed)
-        self.policy = load_policy(model_dir, learner, self.world.device)
-        self.zero = Zero(self.policy, algorithm, learner, self.world.device)
+        self.kl_coef = choices.kl_coef
+        self.policy = load_policy(model_dir, learner, self.device)
+        self.reference = reference.build(self.policy, model_dir, learner, self.device) if _compares(choices) else None
+        self.critic = self._add_critic() if choices.needs_critic else None
+        self.zero = Zero(self.policy, algorithm, learner, self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.world.device
+
+    def _add_critic(self) -> Zero | None:
+        """A trunk of its own under its own optimizer, or (None) a head on the policy's trunk."""
+        if self.config.critic == "own":
+            return Zero(
+                CriticModule(self.model_dir, self.config, self.device), self.algorithm, self.config, self.device
+            )
+        width = self.policy.base.config.get_text_config().hidden_size
+        self.policy.value_head = ValueHead(width).to(self.device)
+        return None
 
     # ---- what the walk of a step calls (learner.train_step.Updater) -------------------------------------------------
 
@@ -207,14 +208,26 @@ class LearnerEngine:
         with torch.no_grad():
             return self.policy(inputs, self.temperature)
 
-    def look_reference(self, inputs: Inputs) -> Tensor | None:
-        return None
+    def look_values(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """The critic's values [N] and after [B], without gradient."""
+        if self.critic is None:
+            out = self.look(inputs)
+            assert out.values is not None and out.after is not None
+            return out.values, out.after
+        with torch.no_grad():
+            return self.critic.module(inputs)
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self.zero.backward(loss, last)
 
-    def step(self) -> walk.Stepped:
-        return self.zero.step(learning_rate(self.algorithm, self.version, self.total_steps))
+    def step(self) -> Stepped:
+        """Policy and critic go together: the critic follows its own rate with the policy's warm-up and schedule."""
+        rate = learning_rate(self.algorithm, self.version, self.total_steps)
+        stepped = self.zero.step(rate)
+        if self.critic is not None:
+            own = self.critic.step(rate * self.choices.critic_learning_rate / self.algorithm.learning_rate)
+            stepped = Stepped(stepped.grad_norm, rate, stepped.applied and own.applied)
+        return stepped
 
     # ---- public -----------------------------------------------------------------------------------------------------
 
@@ -223,8 +236,14 @@ class LearnerEngine:
 
         Raises DivergedError after `max_bad_steps` steps in a row whose gradient was not finite.
         """
-        report = walk.run(self, groups)
+        report = train_step.run(self, groups)
         self.version = step + 1
+        if (
+            isinstance(self.reference, reference.Copy)
+            and self.reference.every
+            and self.version % self.reference.every == 0
+        ):
+            self.reference.take_over(self.state_tensors())
         self.skipped_ordinals = report.suspects
         self.bad_steps = 0 if report.applied else self.bad_steps + 1
         if self.bad_steps >= self.config.max_bad_steps:
@@ -273,9 +292,5 @@ class LearnerEngine:
         self.world.meet()
 
 
-def _refuse_what_cannot_be_kept(c: LearnerConfig) -> None:
-    if c.zero_stage == 0 and c.compute_dtype != "float32":
-        raise ConfigError(
-            f"topology.learner.zero_stage is 0 with compute_dtype {c.compute_dtype!r}: DeepSpeed adds up micro-batches "
-            "in half precision there; use zero_stage 1 (on one rank it costs nothing) or compute_dtype float32"
-        )
+def _compares(choices: Choices) -> bool:
+    return choices.objective == "policy" and choices.kl_coef > 0

@@ -89,6 +89,7 @@ class MicroBatch:
     sequence_ids: Int64  # [N] which of this micro-batch's B answers, 0..B-1
     sequences: Int64  # [B] the step's index of each answer
     groups: Int64  # [B] the step's index of each answer's group
+    last_at: Int64  # [B] index of each answer's last token into the T flat positions
     blocks: tuple[Block, ...]  # empty where padded
     shape: tuple[int, int]
     lengths: tuple[int, ...] = field(default=())  # real tokens per row, where padded
@@ -158,6 +159,7 @@ def _fill(bundles: list[list[Answer]], token_budget: int, at_least: int, layout:
 def _packed(content: list[list[Answer]]) -> MicroBatch:
     tokens, positions, blocks = [], [], []
     heads: list[Int64] = []
+    lasts: list[int] = []
     at = 0
     for bundle in content:
         prompt = bundle[0].prompt_ids
@@ -174,10 +176,11 @@ def _packed(content: list[list[Answer]]) -> MicroBatch:
             heads.append(seen_from[answer.loss_mask])
             cursor += n
             ends.append(cursor)
+            lasts.append(cursor - 1)
         blocks.extend(_blocks(at, prompt_end, ends))
         at = cursor
     flat = [a for bundle in content for a in bundle]
-    return _micro_batch(np.concatenate(tokens), np.concatenate(positions), heads, flat, tuple(blocks), (1, at))
+    return _micro_batch(np.concatenate(tokens), np.concatenate(positions), heads, lasts, flat, tuple(blocks), (1, at))
 
 
 def _blocks(start: int, prompt_end: int, ends: Sequence[int]) -> list[Block]:
@@ -220,7 +223,8 @@ def _padded(content: list[list[Answer]]) -> MicroBatch:
         positions[row, :n] = np.arange(n)
         seen_from = row * width + np.arange(n_prompt - 1, n - 1)
         heads.append(seen_from[answer.loss_mask])
-    batch = _micro_batch(tokens.reshape(-1), positions.reshape(-1), heads, rows, (), (len(rows), width), lengths)
+    lasts = [row * width + n - 1 for row, n in enumerate(lengths)]
+    batch = _micro_batch(tokens.reshape(-1), positions.reshape(-1), heads, lasts, rows, (), (len(rows), width), lengths)
     return batch
 
 
@@ -228,6 +232,7 @@ def _micro_batch(
     tokens: npt.NDArray[np.integer],
     positions: npt.NDArray[np.integer],
     heads: Sequence[Int64],
+    lasts: Sequence[int],
     answers: Sequence[Answer],
     blocks: tuple[Block, ...],
     shape: tuple[int, int],
@@ -243,6 +248,7 @@ def _micro_batch(
         sequence_ids=np.repeat(np.arange(len(answers)), counts),
         sequences=np.array([a.sequence for a in answers], np.int64),
         groups=np.array([a.group for a in answers], np.int64),
+        last_at=np.array(lasts, np.int64),
         blocks=blocks,
         shape=shape,
         lengths=lengths,
@@ -253,4 +259,4 @@ def _empty() -> MicroBatch:
     """One token and no loss: keeps a rank in step with the others."""
     none, one = np.zeros(0, np.int64), np.zeros(1, np.int64)
     block = Block(0, 1, 0, 0, (1,), opens_with_prompt=True)
-    return MicroBatch(one, one, none, none, none, none, none, none, (block,), (1, 1))
+    return MicroBatch(one, one, none, none, none, none, none, none, none, (block,), (1, 1))

@@ -32,6 +32,7 @@ class Inputs:
     position_ids: Tensor  # [rows, width]
     predict_at: Tensor  # [N] into the flat T
     targets: Tensor  # [N]
+    last_at: Tensor  # [B] into the flat T
     masks: attention.Masks | None  # None where padded
     attention_mask: Tensor | None  # [rows, width] where padded
 
@@ -48,17 +49,31 @@ class Inputs:
             position_ids=torch.from_numpy(batch.position_ids).to(device).view(batch.shape),
             predict_at=torch.from_numpy(batch.predict_at).to(device),
             targets=torch.from_numpy(batch.targets).to(device),
+            last_at=torch.from_numpy(batch.last_at).to(device),
             masks=None if padded else attention.masks_of(batch.blocks, device),
             attention_mask=rows,
         )
 
+    def through(self, trunk: nn.Module) -> Tensor:
+        """Hidden states [T, D] of a Hugging Face decoder."""
+        layout: dict[str, Any] = {} if self.masks is None else {"layout": self.masks}
+        hidden = trunk(
+            input_ids=self.token_ids,
+            position_ids=self.position_ids,
+            attention_mask=self.attention_mask,
+            use_cache=False,
+            **layout,
+        ).last_hidden_state
+        return hidden.reshape(-1, hidden.shape[-1])
+
 
 class PolicyOutput(NamedTuple):
-    """logprobs [N] and entropy [N], float32; hidden [N, D] is what a value head reads."""
+    """logprobs [N] and entropy [N], float32; with a value head also values [N] and after [B] (learner/critic.py)."""
 
     logprobs: Tensor
     entropy: Tensor
-    hidden: Tensor
+    values: Tensor | None = None
+    after: Tensor | None = None
 
 
 class PolicyModule(nn.Module):
@@ -69,6 +84,7 @@ class PolicyModule(nn.Module):
         self.model = model
         self.head_chunk = head_chunk or max(16, (8 << 20) // model.config.get_text_config().vocab_size)
         self.head_float32 = head_float32
+        self.value_head: nn.Module | None = None  # set where policy and critic share the trunk
 
     @property
     def base(self) -> nn.Module:
@@ -77,20 +93,15 @@ class PolicyModule(nn.Module):
 
     def forward(self, inputs: Inputs, temperature: float) -> PolicyOutput:
         base = self.base
-        extra: dict[str, Any] = {"layout": inputs.masks} if inputs.masks is not None else {}
-        hidden = base.get_decoder()(
-            input_ids=inputs.token_ids,
-            position_ids=inputs.position_ids,
-            attention_mask=inputs.attention_mask,
-            use_cache=False,
-            **extra,
-        ).last_hidden_state
-        states = hidden.reshape(-1, hidden.shape[-1]).index_select(0, inputs.predict_at)
+        hidden = inputs.through(base.get_decoder())
+        states = hidden.index_select(0, inputs.predict_at)
         head = base.get_output_embeddings()
         logprobs, entropy = chunked_logprobs(
             states, head.weight, inputs.targets, temperature, self.head_chunk, head.bias, self.head_float32
         )
-        return PolicyOutput(logprobs, entropy, states)
+        if self.value_head is None:
+            return PolicyOutput(logprobs, entropy)
+        return PolicyOutput(logprobs, entropy, self.value_head(states), self.value_head(hidden[inputs.last_at]))
 
 
 def layout_of(config: LearnerConfig) -> Layout:

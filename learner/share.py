@@ -6,8 +6,9 @@ tokens (all of them, end to end). One group of two answers, the second truncated
     Share(rewards=[1.0, nan]  group_ids=[0, 0]  truncated=[False, True]  lengths=[3, 12]           [N = 2]
           mask=[1 1 1 ...]    sequence_ids=[0 0 0 1 1 ...]  behaviour=[-0.1 ...]  versions=[4 4 4 ...]    [T = 15])
 
-Which answers may give loss: those with a finite reward and a trainable token. A verdict that failed or timed out is a
-NaN here, never a zero; `mask_truncated` (DAPO's overlong filter) takes the tokens of truncated answers out of the mask.
+A verdict that failed or timed out is a NaN here, never a zero. Only answers that may give loss go through the model:
+those with a finite reward and a trainable token, and not truncated where `mask_truncated` (DAPO's overlong filter) says
+so. All of them count in the denominators.
 """
 
 from __future__ import annotations
@@ -48,10 +49,6 @@ class Share:
         trajectories = [t for g in groups for t in g.trajectories]
         lengths = torch.tensor([len(t) for t in trajectories], dtype=torch.int64)
         truncated = torch.tensor([t.status is Status.TRUNCATED for t in trajectories], dtype=torch.bool)
-        mask = torch.from_numpy(_joined([t.loss_mask for t in trajectories], np.bool_))
-        sequence_ids = torch.arange(len(trajectories)).repeat_interleave(lengths)
-        if choices.mask_truncated:
-            mask = mask & ~truncated[sequence_ids]
         raw = torch.tensor([_reward(t) for t in trajectories], dtype=torch.float64)
         return Share(
             groups=tuple(groups),
@@ -61,20 +58,21 @@ class Share:
             group_ids=torch.tensor([i for i, g in enumerate(groups) for _ in g.trajectories], dtype=torch.int64),
             truncated=truncated,
             lengths=lengths,
-            mask=mask,
-            sequence_ids=sequence_ids,
+            mask=torch.from_numpy(_joined([t.loss_mask for t in trajectories], np.bool_)),
+            sequence_ids=torch.arange(len(trajectories)).repeat_interleave(lengths),
             behaviour=torch.from_numpy(_joined([t.behaviour_logprobs for t in trajectories], np.float32)),
             versions=torch.from_numpy(_joined([_versions(t) for t in trajectories], np.int32)),
         )
 
-    def answers(self) -> Iterator[Answer]:
-        """What has to go through the model: answers with a reward and at least one trainable token."""
-        mask, rewards = self.mask.numpy(), self.rewards.tolist()
+    def answers(self, choices: Choices) -> Iterator[Answer]:
+        """What has to go through the model: answers that may give loss."""
+        mask = self.mask.numpy()
+        useful = (torch.isfinite(self.rewards) & ~(self.truncated & choices.mask_truncated)).tolist()
         sequence, first = 0, 0
         for index, group in enumerate(self.groups):
             for trajectory in group.trajectories:
                 own = mask[first : first + len(trajectory)]
-                if math.isfinite(rewards[sequence]) and own.any():
+                if useful[sequence] and own.any():
                     yield Answer(sequence, index, first, group.prompt_ids, trajectory.token_ids, own)
                 sequence, first = sequence + 1, first + len(trajectory)
 
@@ -82,8 +80,13 @@ class Share:
         """The ordinals of groups given by their index in this share."""
         return tuple(sorted({self.groups[i].ordinal for i in groups}))
 
-    def metrics(self, version: int) -> MetricSums:
-        """What can be said of the step before the model sees it."""
+    def component_table(self, names: Sequence[str]) -> Tensor | None:
+        """[N, K] in the order of `names`; NaN where a verdict lacks one."""
+        absent = torch.full_like(self.raw_rewards, math.nan)
+        return torch.stack([self.components.get(name, absent) for name in names], dim=1) if names else None
+
+    def metrics(self, version: int, component_names: Sequence[str]) -> MetricSums:
+        """What can be said of the step before the model sees it; every rank reports the same names."""
         scored = torch.isfinite(self.raw_rewards)
         everyone = torch.ones_like(scored)
         ages = torch.tensor([version - g.oldest_version for g in self.groups], dtype=torch.float64)
@@ -94,6 +97,9 @@ class Share:
             "length/truncated": (self.truncated.double(), everyone),
             "staleness/mean": (ages, torch.ones(len(ages), dtype=torch.bool)),
         }
+        for name in component_names:
+            values = self.components.get(name, torch.full_like(self.raw_rewards, math.nan))
+            means[f"reward/{name}"] = (values, torch.isfinite(values))
         return MetricSums.of(mean=means, total={"groups/trained": torch.tensor(float(len(self.groups)))})
 
 

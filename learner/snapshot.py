@@ -2,8 +2,8 @@
 
     policy/master/<name>      float32 weights, whole          policy/exp_avg/<name>, policy/exp_avg_sq/<name>
     critic/...                the same for a critic
-    reference/<name>          only where the reference is refreshed, so that it is not the model directory
-    rng/<rank>                torch's random state            numbers: version, update counts, controllers
+    reference/weight/<name>   only where the reference is refreshed, so that it is not the model directory
+    rng/state/<rank>          torch's random state            numbers: version, update counts, controllers
 
 Under ZeRO every read is a gather: all ranks walk the same list, rank 0 writes.
 """
@@ -20,13 +20,14 @@ from torch import Tensor
 from learner import checkpoint
 from learner.packing import pack
 from learner.policy import Inputs
+from learner.reference import Copy
 
 if TYPE_CHECKING:
     from learner.engine import LearnerEngine, Zero
 
 
 def save(learner: LearnerEngine, path: Path) -> None:
-    numbers = {"bad_steps": float(learner.bad_steps)}
+    numbers = {"bad_steps": float(learner.bad_steps), "kl_coef": learner.kl_coef}
     numbers |= {f"steps/{part}": float(zero.steps) for part, zero in _parts(learner).items()}
     checkpoint.write(path, _state(learner), learner.version, numbers, writes=learner.world.rank == 0)
     learner.world.meet()
@@ -38,19 +39,25 @@ def load(learner: LearnerEngine, path: Path) -> None:
     parts = _parts(learner)
     params = {part: dict(zero.trained()) for part, zero in parts.items()}
     for part, zero in parts.items():
-        zero.make_moments(lambda: _nothing(learner), int(manifest.numbers[f"steps/{part}"]))
+        zero.make_moments(lambda part=part: _nothing(learner, part), int(manifest.numbers[f"steps/{part}"]))
+    kept: dict[str, Tensor] = {}
     for key, tensor in checkpoint.tensors(path, manifest):
         part, kind, name = _split(key)
         if part == "rng":
             if int(name) == learner.world.rank:
                 torch.set_rng_state(tensor)
+        elif part == "reference":
+            kept[name] = tensor
         else:
             parts[part].write(params[part][name], kind, tensor.to(learner.world.device))
+    if isinstance(learner.reference, Copy) and kept:
+        learner.reference.take_over(iter(kept.items()))
     learner.version, learner.bad_steps = manifest.version, int(manifest.numbers["bad_steps"])
+    learner.kl_coef = manifest.numbers["kl_coef"]
 
 
 def _parts(learner: LearnerEngine) -> dict[str, Zero]:
-    return {"policy": learner.zero}
+    return {"policy": learner.zero} | ({"critic": learner.critic} if learner.critic else {})
 
 
 def _state(learner: LearnerEngine) -> Iterator[tuple[str, Tensor]]:
@@ -58,6 +65,8 @@ def _state(learner: LearnerEngine) -> Iterator[tuple[str, Tensor]]:
         for name, param in zero.trained():
             for kind in ("master", *(zero.MOMENTS if zero.steps else ())):
                 yield f"{part}/{kind}/{name}", zero.read(param, kind)
+    if isinstance(learner.reference, Copy):
+        yield from ((f"reference/weight/{name}", tensor) for name, tensor in learner.reference.state())
     for rank, state in enumerate(learner.world.gather(torch.get_rng_state())):
         yield f"rng/state/{rank}", state
 
@@ -67,7 +76,12 @@ def _split(key: str) -> tuple[str, str, str]:
     return part, kind, name
 
 
-def _nothing(learner: LearnerEngine) -> Tensor:
-    """A zero that hangs on every parameter of the policy."""
+def _nothing(learner: LearnerEngine, part: str) -> Tensor:
+    """A zero that hangs on every parameter of the policy, or of the critic."""
     (empty,) = pack([], token_budget=1, layout=learner.layout, at_least=1)
-    return learner.forward(Inputs.of(empty, learner.world.device)).logprobs.sum()
+    inputs = Inputs.of(empty, learner.device)
+    if part == "policy":
+        out = learner.forward(inputs)
+        return out.logprobs.sum() + (0.0 if out.values is None else out.values.sum())
+    assert learner.critic is not None
+    return learner.critic.forward(inputs).values.sum()

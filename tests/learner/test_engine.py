@@ -17,7 +17,7 @@ from learner import checkpoint, presets
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.engine import LearnerEngine
 from rollout.errors import ConfigError, DivergedError
-from rollout.types import Failed, Group, TimedOut
+from rollout.types import Failed, Group, Scored, TimedOut
 
 MakeGroups = Callable[..., list[Group]]
 STAGES = [
@@ -32,13 +32,12 @@ STAGES = [
 
 
 def engine(
-    model: Path, preset: str = "dapo", rate: float = 1e-3, temperature: float = 1.0, **learner: object
+    model: Path, preset: str = "dapo", overrides: dict[str, object] | None = None, **learner: object
 ) -> LearnerEngine:
-    algorithm = AlgorithmConfig(preset=preset, learning_rate=rate)
+    algorithm = AlgorithmConfig.model_validate({"preset": preset, "learning_rate": 1e-3, "overrides": overrides or {}})
     config = LearnerConfig.model_validate({"compute_dtype": "float32"} | learner)
-    return LearnerEngine(
-        model, presets.resolve(algorithm), algorithm, config, temperature=temperature, serving_dtype="float32"
-    )
+    choices = presets.resolve(algorithm)
+    return LearnerEngine(model, choices, algorithm, config, serving_dtype="float32", component_weights={"exact": 1.0})
 
 
 def weights(e: LearnerEngine) -> dict[str, torch.Tensor]:
@@ -71,6 +70,7 @@ def test_rewarded_answers_become_likelier(tiny_model: Path, make_groups: MakeGro
     assert np.mean([e.score(p, t).mean() for p, t in good]) > np.mean(before) + 0.05
     assert metrics["grad_norm"] > 0 and metrics["lr"] == 1e-3 and metrics["step/skipped"] == 0
     assert metrics["reward/mean"] == 0.5 and metrics["reward/std"] == pytest.approx(0.5)
+    assert metrics["reward/exact"] == 0.5 and metrics["tokens/trained"] == sum(g.n_tokens for g in groups)
     assert metrics["groups/trained"] == 4 and metrics["staleness/mean"] == 2
 
 
@@ -212,3 +212,22 @@ def test_weights_have_the_names_and_type_of_the_model_directory(tiny_model: Path
     out = dict(e.state_tensors())
     assert out.keys() == files.keys()
     assert all(torch.equal(out[n], t) for n, t in files.items())
+
+
+ONLINE = sorted(name for name, c in presets.PRESETS.items() if c.objective == "policy")
+
+
+@pytest.mark.parametrize("preset", ONLINE)
+def test_every_online_preset_takes_a_step(tiny_model: Path, make_groups: MakeGroups, preset: str) -> None:
+    overrides = {"length_constant": 16.0} if presets.PRESETS[preset].aggregation == "constant" else {}
+    e = engine(tiny_model, preset, overrides=overrides)
+    rewards = [Scored(value, {"exact": value}) for value in (0.0, 1.0, 0.0, 0.5)]
+    groups = with_behaviour_of(e, [g.with_verdicts(tuple(rewards)) for g in make_groups()])
+    before = weights(e)
+    metrics = e.train_step(groups, 0)
+    assert metrics["grad_norm"] > 0 and metrics["step/skipped"] == 0
+    assert abs(metrics["correction/mismatch_k3"]) < 1e-6  # the behaviour policy is the learner's own
+    assert any(not torch.equal(before[n], t) for n, t in weights(e).items())
+    if presets.PRESETS[preset].kl_coef:
+        assert abs(metrics["policy/kl_ref"]) < 1e-6  # nothing has moved yet
+        assert e.train_step(groups, 1)["policy/kl_ref"] > 1e-6
