@@ -18,8 +18,9 @@ import torch
 
 from rollout.engine import Rendezvous
 from rollout.errors import WeightError
+from rollout.meeting import MeetingPoint
 from rollout.versions import WeightManifest
-from rollout.weight_group import GlooGroup, MeetingPoint
+from rollout.weight_group import GlooGroup
 from rollout.weight_stream import (
     NamedTensor,
     as_bytes,
@@ -118,7 +119,7 @@ class WeightSender:
         """Wait for every invited engine; DeadlineError names those that did not come."""
         rdv = self._meeting.own(self.epoch, len(self._members))
         names = dict(enumerate(self._members, start=1))
-        self._group = GlooGroup.enter(rdv, store=self._meeting.store, names=names)
+        self._group = GlooGroup.enter(rdv, names)
 
     def announce(self, version: int) -> WeightManifest:
         """What `version` will consist of. The layout is read from the source once and then held against it."""
@@ -200,6 +201,7 @@ class WeightSender:
 
     def close(self) -> None:
         self.close_group()
+        self._meeting.close()
 
 
 def gather_along(source: Source) -> None:

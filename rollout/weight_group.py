@@ -1,6 +1,6 @@
 """One broadcast group of one epoch over gloo: rank 0 is the learner, the others are engines.
 
-    learner:  MeetingPoint (hosts the store) -> rendezvous per member -> GlooGroup.enter(...)
+    learner:  MeetingPoint -> a rendezvous per member -> GlooGroup.enter(...)
     engine:   Rendezvous -> GlooGroup.enter(...)
 
 A group is its own process group over its own store: it never touches torch's default group, so it can be torn
@@ -11,10 +11,9 @@ DeadlineError (who was awaited) or WeightError (the peer went away); after eithe
 from __future__ import annotations
 
 import itertools
-import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -22,58 +21,18 @@ import torch.distributed as dist
 
 from rollout.engine import Rendezvous
 from rollout.errors import DeadlineError, WeightError
+from rollout.meeting import MeetingStore
 
 _POLL_S = 0.02
-_PREFIX, _CALLED_OFF = "headrace", "called-off"
 
 
-class MeetingPoint:
-    """Where the members of all epochs meet: a key-value store on a port that the system picked (PAINS 26)."""
-
-    def __init__(self, host: str = "127.0.0.1", timeout_s: float = 60.0) -> None:
-        self.host, self.timeout_s = host, timeout_s
-        patience = timedelta(seconds=timeout_s)
-        self._store = dist.TCPStore(host, 0, None, True, patience, wait_for_workers=False)
-        # a second connection: the first is locked while a group waits for something on it
-        self._bell = dist.TCPStore(host, self._store.port, None, False, patience, wait_for_workers=False)
-
-    @property
-    def port(self) -> int:
-        return int(self._store.port)
-
-    @property
-    def store(self) -> dist.TCPStore:
-        return self._store
-
-    def invite(self, epoch: int, members: Sequence[str]) -> dict[str, Rendezvous]:
-        """The rendezvous of each member; rank 0 is the caller's own."""
-        world = len(members) + 1
-        return {
-            name: Rendezvous(epoch, self.host, self.port, rank, world, self.timeout_s)
-            for rank, name in enumerate(members, start=1)
-        }
-
-    def call_off(self, epoch: int) -> None:
-        """Members that still wait for others to enter this epoch stop waiting."""
-        self._bell.set(f"{_PREFIX}/{epoch}/{_CALLED_OFF}", "1")
-
-    def own(self, epoch: int, n_members: int) -> Rendezvous:
-        return Rendezvous(epoch, self.host, self.port, 0, n_members + 1, self.timeout_s)
-
-
-def _address_towards(host: str, port: int) -> str:
-    """The address of this machine by which `host` sees it (no packet is sent)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        return str(probe.getsockname()[0])
-
-
-def _announce_and_await(store: dist.Store, rdv: Rendezvous, names: Mapping[int, str], deadline: float) -> None:
+def _announce_and_await(store: MeetingStore, rdv: Rendezvous, names: Mapping[int, str]) -> None:
     """Say that we are here; wait until everybody is. The one who is missing is named."""
+    deadline = time.monotonic() + rdv.timeout_s
     store.set(f"here/{rdv.rank}", "1")
     waiting = [r for r in range(rdv.world_size) if r != rdv.rank]
     while waiting:
-        if store.check([_CALLED_OFF]):
+        if store.called_off():
             raise WeightError(f"weight group epoch {rdv.epoch} was called off; wait for the next invitation")
         waiting = [r for r in waiting if not store.check([f"here/{r}"])]
         if waiting and time.monotonic() > deadline:
@@ -88,38 +47,35 @@ class GlooGroup:
 
     gloo closes its connections only when nothing refers to the group any more, works in flight included. So works
     never leave this object (callers hold ticket numbers), and peers see the end as soon as `close` let go of them.
+    Its destructor waits for works in flight while it holds Python's lock, which would freeze the whole process until
+    their deadline: hence `_let_go`, which waits for them with the lock free, and only then destroys the group.
     """
 
-    def __init__(self, rdv: Rendezvous, group: dist.ProcessGroupGloo) -> None:
+    def __init__(self, rdv: Rendezvous, group: dist.ProcessGroupGloo, store: MeetingStore) -> None:
         self.rendezvous = rdv
+        self._store = store
         self.broken = False  # a broadcast failed: members are out of step, the group is of no more use
         self._group: dist.ProcessGroupGloo | None = group
-        self._works: dict[int, dist.Work] = {}
+        self._works: dict[int, tuple[dist.Work, torch.Tensor]] = {}
         self._tickets = itertools.count()
         self._deadline = 0.0
         self.start_clock()
 
     @classmethod
-    def enter(
-        cls, rdv: Rendezvous, *, store: dist.TCPStore | None = None, names: Mapping[int, str] | None = None
-    ) -> GlooGroup:
+    def enter(cls, rdv: Rendezvous, names: Mapping[int, str] | None = None) -> GlooGroup:
         """Block until all members are in, at most `rdv.timeout_s`. `names` makes errors name engines, not ranks."""
-        deadline = time.monotonic() + rdv.timeout_s
-        timeout = timedelta(seconds=rdv.timeout_s)
         try:
-            base = store or dist.TCPStore(rdv.host, rdv.port, None, False, timeout, wait_for_workers=False)
-            epoch_store = dist.PrefixStore(f"{_PREFIX}/{rdv.epoch}", base)
-            _announce_and_await(epoch_store, rdv, names or {}, deadline)
+            store = MeetingStore(rdv)
+            _announce_and_await(store, rdv, names or {})
             options = dist.ProcessGroupGloo._Options()
-            here = rdv.host if rdv.rank == 0 else _address_towards(rdv.host, rdv.port)
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=here)]
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=store.address)]
             # everybody is there, so connecting takes milliseconds; who dies just now must not cost a whole deadline
             options._timeout = timedelta(seconds=min(rdv.timeout_s, max(2.0, rdv.timeout_s / 4)))
             options._threads = 1
-            group = dist.ProcessGroupGloo(epoch_store, rdv.rank, rdv.world_size, options)
-        except RuntimeError as error:  # all that torch's stores and gloo raise
+            group = dist.ProcessGroupGloo(store, rdv.rank, rdv.world_size, options)
+        except (RuntimeError, OSError) as error:  # what gloo and a vanished meeting point raise
             raise DeadlineError(f"weight group epoch {rdv.epoch}", rdv.timeout_s, _first_line(error)) from error
-        return cls(rdv, group)
+        return cls(rdv, group, store)
 
     def start_clock(self) -> None:
         """From now on, everything until the next `start_clock` must be done within `rendezvous.timeout_s`."""
@@ -134,17 +90,17 @@ class GlooGroup:
         options.rootRank = 0
         options.timeout = timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))
         ticket = next(self._tickets)
-        self._works[ticket] = group.broadcast([buffer], options)
+        self._works[ticket] = (group.broadcast([buffer], options), buffer)
         return ticket
 
     def wait(self, ticket: int) -> None:
         """Block until the buffer is ours again (sent or received)."""
         started = time.monotonic()
-        work = self._works.pop(ticket, None)
+        work = self._works.get(ticket)
         try:
             if work is None:
                 raise WeightError(f"weight group epoch {self.rendezvous.epoch} was closed while in use")
-            work.wait()
+            work[0].wait()
         except RuntimeError as error:
             self.broken = True
             waited, reason, epoch = time.monotonic() - started, _first_line(error), self.rendezvous.epoch
@@ -152,17 +108,31 @@ class GlooGroup:
                 raise DeadlineError(f"a member of weight group epoch {epoch}", waited, reason) from error
             raise WeightError(f"weight group epoch {epoch} broke: {reason}") from error
         finally:
+            self._works.pop(ticket, None)
             del work  # a traceback that keeps this frame must not keep the connection
             if self.broken:
                 self.close()  # gloo broadcasts along a tree: whoever waits behind us must not wait for the deadline
 
     def close(self) -> None:
         """Leave; peers that wait for us see the connection close. Idempotent, and it never blocks."""
-        leaving = [self._group, self._works]
+        group, works = self._group, list(self._works.values())
         self._group, self._works = None, {}
-        if leaving[0] is not None:  # letting go waits for operations in flight, which end at their deadline
-            threading.Thread(target=leaving.clear, name="weights-leaving").start()
-        del leaving
+        if group is not None:
+            leaving: list[object] = [self._store, group, works]
+            threading.Thread(target=_let_go, args=(leaving,), name="weights-leaving").start()
+
+
+def _let_go(leaving: list[object]) -> None:
+    """Wait until no work is in flight, then drop the last references."""
+    works = leaving.pop()
+    assert isinstance(works, list)
+    while works:
+        if works[-1][0].is_completed():
+            works.pop()
+        else:
+            time.sleep(_POLL_S)
+    time.sleep(_POLL_S)  # gloo's thread lets go of its last buffer a moment after the work is done, and needs the lock
+    leaving.clear()
 
 
 def _first_line(error: BaseException) -> str:
