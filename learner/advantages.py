@@ -64,11 +64,11 @@ def maxrl(r: Tensor, g: Groups, eps: float = 0.0, guarded: bool = True) -> Tenso
     gets r / eps. Training never uses it.
     """
     if not guarded:
-        mean = torch.where(g.size(r.dtype)[g.ids] > 1, g.mean(r), torch.zeros_like(r))
+        mean = torch.where(g.size(r.dtype)[g.ids] > 1, g.mean(r), 0.0)
         return (r - mean) / (mean + eps)
     mean = g.mean(r)
     usable = mean > 0
-    return torch.where(usable, (r - mean) / torch.where(usable, mean + eps, torch.ones_like(mean)), torch.zeros_like(r))
+    return torch.where(usable, (r - mean) / torch.where(usable, mean + eps, torch.ones_like(mean)), 0.0)
 
 
 def opo(r: Tensor, g: Groups, lengths: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def pass_at_k(r: Tensor, g: Groups) -> Tensor:
     ties = Segments(g.ids, g.n, g.scored).sum(is_best.to(r.dtype))[g.ids]
     second = g.extreme(torch.where(is_best, torch.full_like(r, -torch.inf), r), "amax")[g.ids]
     lone = is_best & (ties == 1) & torch.isfinite(second)
-    return torch.where(lone, best - second, torch.zeros_like(r))
+    return torch.where(lone, best - second, 0.0)
 
 
 def normalize_then_sum(
@@ -115,7 +115,7 @@ def _group_std(r: Tensor, g: Groups, ddof: int) -> Tensor:
 
 
 def exact_zeros(a: Tensor, g: Groups, r: Tensor) -> Tensor:
-    return torch.where(g.scored & g.informative(r)[g.ids], a, torch.zeros_like(a))
+    return torch.where(g.scored & g.informative(r)[g.ids], a, 0.0)
 
 
 # ------------------------------------------------------------ what training calls
@@ -166,7 +166,7 @@ def compute(
         per_sequence = _per_sequence(choices, r - seq.sum(charge), g, seq, components, component_weights, reduce)
         per_token = seq.spread(per_sequence)
     live = seq.mask & g.scored[sequence_ids]
-    per_token = torch.where(live, per_token, torch.zeros_like(per_token))
+    per_token = torch.where(live, per_token, 0.0)
     if choices.advantage_clip is not None:
         per_token = per_token.clamp(-choices.advantage_clip, choices.advantage_clip)
     return Advantages(per_token, g.scored, _counters(choices, r, g, seq, per_token, live), per_sequence, targets)
@@ -199,7 +199,7 @@ def _per_sequence(
         raise ValueError("components 'normalize_then_sum' needs components [N, K] and component_weights [K]")
     parts, weights = components.double(), component_weights.double()
     a = normalize_then_sum(parts, weights, g.ids, c.advantage_eps, c.advantage_ddof, reduce)
-    return torch.where(g.scored, a, torch.zeros_like(a))
+    return torch.where(g.scored, a, 0.0)
 
 
 def _estimate(c: Choices, r: Tensor, g: Groups, seq: Segments, reduce: Reduce) -> Tensor:
@@ -215,7 +215,7 @@ def _estimate(c: Choices, r: Tensor, g: Groups, seq: Segments, reduce: Reduce) -
     }
     a = by_name[c.advantage]()
     if c.advantage == "batch_mean":  # no group baseline: an all-equal group still differs from the batch
-        return torch.where(g.scored, a, torch.zeros_like(a))
+        return torch.where(g.scored, a, 0.0)
     return exact_zeros(a, g, r)
 
 
@@ -234,7 +234,7 @@ def _per_token(
     score = r
     if c.advantage == "reinforce_pp_baseline":
         score = exact_zeros(group_mean(r, g), g, r)
-    score = torch.where(g.scored, score, torch.zeros_like(score))
+    score = torch.where(g.scored, score, 0.0)
     rewards = returns.token_rewards(score, charge, live)
     if c.advantage == "gae":
         if values is None:

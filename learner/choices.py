@@ -91,6 +91,9 @@ class Choices(Section):
     mode: Literal["decoupled", "bypass"] = Field(
         "decoupled", description="bypass: ratios are taken to the engine's log-probs"
     )
+    proximal: Literal["exact", "loglinear"] = Field(
+        "exact", description="loglinear (A-3PO): between the engine's and the current log-probs, by the token's age"
+    )
     correction: CorrectionKind = "tis"
     correction_low: float | None = Field(None, ge=0, description="lower bound of the weight; None: no bound")
     correction_high: float | None = Field(2.0, gt=0, description="upper bound of the weight; None: no bound")

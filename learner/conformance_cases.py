@@ -244,8 +244,8 @@ def _quantities(c: Choices, t: TokenTerms, A: Tensor, metrics: dict[str, float],
     return {
         "loss": [loss],
         "advantages": [A, seq.mean(A)],
-        "per_token_loss": [torch.where(live, t.policy + t.regulariser, 0.0)],
-        "per_token": [torch.where(live, t.regulariser, 0.0)],
+        "per_token_loss": [torch.where(live, t.policy + t.kl + t.regulariser, 0.0)],
+        "per_token": [torch.where(live, t.kl, 0.0)],
         "clip_fraction": [metrics["policy/clip_fraction"]],
         "clip_fraction_token": [metrics["policy/clip_fraction"]],
         "clip_fraction_seq": [float((seq.mean(t.clipped.double()) > 0.5).sum()) / max(int((lengths > 0).sum()), 1)],
@@ -266,8 +266,7 @@ def _opsm_case(name: str, case: Case, doc: Document) -> dict[str, float]:
     ids = torch.arange(n).repeat_interleave(width)
     c = choices(advantage="group_mean", opsm_delta=delta)
     adv = advantages.compute(c, rewards=doc.rewards(), group_ids=groups, mask=mask.reshape(-1), sequence_ids=ids)
-    zero = torch.zeros((), dtype=torch.float64)
-    logp, mu = (torch.where(mask, doc.column(k), zero).reshape(-1) for k in ("logp", "logp_behave"))
+    logp, mu = (torch.where(mask, doc.column(k), 0.0).reshape(-1) for k in ("logp", "logp_behave"))
     keep, drift = corrections.opsm(logp, mu, adv.per_token, Segments(ids, n, mask.reshape(-1)), delta)
     return _compare(case, {"seq_kl": [drift], "keep": [keep.double()]}, mask.shape)
 

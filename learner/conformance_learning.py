@@ -54,11 +54,10 @@ def _ppo_critic(name: str, case: Case, doc: Document) -> dict[str, float]:
     returned = adv.returns.reshape(mask.shape)
     critic, critic_metrics = value_loss(c, values=v, old_values=v_old, returns=returned, mask=mask, denominators=d)
     (loss + critic).backward()
-    zero = torch.zeros((), dtype=torch.float64)
-    charge = torch.where(flat, beta * k1, zero)
+    charge = torch.where(flat, beta * k1, 0.0)
     got: dict[str, Any] = {
         "token_rewards": returns.token_rewards(tensor(inputs["score"]), charge, seq).reshape(mask.shape),
-        "advantages_raw": torch.where(mask, returned - v_old, zero),
+        "advantages_raw": torch.where(mask, returned - v_old, 0.0),
         "returns": returned,
         "advantages_whitened": adv.per_token.reshape(mask.shape),
         "ratio": (logp.detach() - logp_old).exp(),

@@ -105,6 +105,10 @@ def _correction_rules(c: Choices) -> list[Rule]:
             "the same weight twice; set correction: none (or a pure mask) or mode: decoupled",
         ),
         (
+            c.proximal == "loglinear" and c.mode == "bypass",
+            "proximal 'loglinear' stands in for the old policy, which mode 'bypass' does not read; use mode: decoupled",
+        ),
+        (
             low is not None and high is not None and low >= high,
             f"correction_low {low} must be below correction_high {high}",
         ),

@@ -34,7 +34,7 @@ def correct(kind: str, log_w: Tensor, seq: Segments, low: float | None, high: fl
     if action == "mask":
         return keep.to(log_w.dtype), keep
     survivors = token_weight(log_w, seq) if level == "geo" else statistic
-    return torch.where(keep, survivors, torch.zeros_like(survivors)), keep
+    return torch.where(keep, survivors, 0.0), keep
 
 
 # ------------------------------------------------------------ which weight
@@ -91,7 +91,7 @@ def m2po(log_w: Tensor, mask: Tensor, tau: float, reduce: Reduce = alone) -> Ten
     The set depends on the whole optimizer step: call it once per rank on all its tokens. The cut is found by bisection
     on the bound, which needs only sums, so every rank finds the same cut. Equal squares are kept or dropped together.
     """
-    square = torch.where(mask, log_w * log_w, torch.zeros_like(log_w)).double()
+    square = torch.where(mask, log_w * log_w, 0.0).double()
     below, above = 0.0, 2 * (2 * LOG_RATIO_LIMIT) ** 2
     for _ in range(80):
         middle = (below + above) / 2
@@ -125,7 +125,7 @@ def loglinear_alpha(v_theta: Tensor, v_mu: Tensor) -> Tensor:
 
 def effective_sample_size(w: Tensor, mask: Tensor) -> Tensor:
     """(sum w)^2 / (n sum w^2) in (0, 1]: share of tokens that an equally good on-policy batch would need."""
-    w = torch.where(mask, w, torch.zeros_like(w))
+    w = torch.where(mask, w, 0.0)
     return w.sum() ** 2 / (mask.sum() * (w * w).sum()).clamp(min=torch.finfo(w.dtype).tiny)
 
 

@@ -183,7 +183,7 @@ def dppo(logp: Tensor, base: Tensor, A: Tensor, low: float, high: float) -> tupl
     moved = (logp.exp() - base.exp()).detach()
     dropped = ((A > 0) & (moved > high)) | ((A < 0) & (moved < -low))
     r = ratio(logp, base)
-    return torch.where(dropped, torch.zeros_like(r), -r * A), dropped
+    return torch.where(dropped, 0.0, -r * A), dropped
 
 
 def ipo(logp: Tensor, base: Tensor, A: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -194,7 +194,7 @@ def ipo(logp: Tensor, base: Tensor, A: Tensor, low: float, high: float) -> tuple
     moved = (logp.exp() - base.exp()).detach()
     dropped = (moved > high) | (moved < -low)
     r = ratio(logp, base)
-    return torch.where(dropped, torch.zeros_like(r), -r * A), dropped
+    return torch.where(dropped, 0.0, -r * A), dropped
 
 
 def trust_region(logp: Tensor, base: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class MetricSums:
 
 
 def _masked(x: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, x.detach().double(), torch.zeros((), dtype=torch.float64, device=x.device))
+    return torch.where(mask, x.detach().double(), 0.0)
 
 
 def _histogram(x: Tensor) -> Tensor:

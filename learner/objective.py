@@ -9,7 +9,7 @@ Losses of micro-batches ADD UP to the loss of the step (denominators are global)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,8 +48,6 @@ def policy_loss(
     """
     if choices.m2po_tau is not None and keep is None:
         raise ValueError("m2po_tau chooses tokens over the whole step: pass keep=step_keep(...)")
-    if choices.m2po_tau is not None and keep is None:
-        raise ValueError("m2po_tau chooses tokens over the whole step: pass keep=step_keep(...)")
     terms = token_terms(
         choices if kl_coef is None else choices.model_copy(update={"kl_coef": kl_coef}),
         logprobs=logprobs,
@@ -67,8 +65,10 @@ def policy_loss(
     counted = Segments(terms.batch.seq.ids, len(group_ids), terms.batch.counted)
     weights = token_weights(choices.aggregation, counted, group_ids, denominators, choices.length_constant)
     policy = aggregate(terms.policy * terms.weight, weights, terms.kept)
-    loss = policy + aggregate(terms.regulariser, weights, terms.batch.live)
-    return loss, _metrics(choices, terms, policy, loss)
+    kl = aggregate(terms.kl, weights, terms.batch.live)
+    loss = policy + kl + aggregate(terms.regulariser, weights, terms.batch.live)
+    totals = {"loss/policy": policy, "loss/kl": kl, "loss/total": loss}
+    return loss, _metrics(choices, terms) + MetricSums.of(total=totals)
 
 
 def step_keep(
@@ -125,11 +125,8 @@ def _clean(logp: Tensor, mask: Tensor, x: dict[str, Tensor], ids: Tensor, n: int
     for name in names:
         finite = finite & torch.isfinite(x[name].detach())
     live = wanted & finite
-    fill = {
-        k: torch.where(live, upcast(x[k]).to(logp.dtype), torch.zeros((), dtype=logp.dtype, device=logp.device))
-        for k in names
-    }
-    logp = torch.where(live, logp, torch.zeros((), dtype=logp.dtype, device=logp.device))
+    fill = {k: torch.where(live, upcast(x[k]).to(logp.dtype), 0.0) for k in names}
+    logp = torch.where(live, logp, 0.0)
     stale = x.get("staleness")
     return Batch(
         logp=logp,
@@ -138,9 +135,7 @@ def _clean(logp: Tensor, mask: Tensor, x: dict[str, Tensor], ids: Tensor, n: int
         ref=fill["ref_logprobs"].detach() if "ref_logprobs" in fill else None,
         entropy=fill.get("entropy"),
         A=fill["advantages"].detach(),
-        staleness=torch.zeros_like(logp)
-        if stale is None
-        else torch.where(live, stale.to(logp.dtype), torch.zeros_like(logp)),
+        staleness=torch.zeros_like(logp) if stale is None else torch.where(live, stale.to(logp.dtype), 0.0),
         counted=mask,
         live=live,
         nonfinite=wanted & ~finite,
@@ -150,12 +145,13 @@ def _clean(logp: Tensor, mask: Tensor, x: dict[str, Tensor], ids: Tensor, n: int
 
 @dataclass(frozen=True)
 class TokenTerms:
-    """The parts of the loss before averaging, [T] each: kept * weight * policy + live * regulariser."""
+    """The parts of the loss before averaging, [T] each: kept * weight * policy + live * (kl + regulariser)."""
 
     policy: Tensor
     clipped: Tensor
     weight: Tensor
     kept: Tensor
+    kl: Tensor
     regulariser: Tensor
     batch: Batch
     base: Tensor
@@ -178,6 +174,10 @@ def token_terms(
         sequence_ids = torch.arange(rows, device=logprobs.device).repeat_interleave(width)
     flat = {k: x.reshape(-1) for k, x in columns.items() if x is not None}
     b = _clean(logprobs.reshape(-1), mask.reshape(-1).bool(), flat, sequence_ids, len(group_ids))
+    if c.proximal == "loglinear":
+        if "staleness" not in flat:
+            raise ValueError("proximal 'loglinear' needs the staleness of each token")
+        b = replace(b, old=corrections.loglinear_prox(b.logp, b.mu, b.staleness, torch.zeros_like(b.staleness)))
     base = b.mu if c.mode == "bypass" else b.old
     policy, clipped = _kernel(c, b, base)
     log_w = (b.logp.detach() if c.mode == "bypass" else b.old) - b.mu
@@ -185,18 +185,23 @@ def token_terms(
     if c.opsm_delta is not None:
         keep_sequence, _ = corrections.opsm(b.logp, b.mu, b.A, b.seq, c.opsm_delta)
         kept = kept & b.seq.spread(keep_sequence)
-    return TokenTerms(policy, clipped, weight, kept & b.live, _regulariser(c, b), b, base)
+    return TokenTerms(policy, clipped, weight, kept & b.live, _kl(c, b), _regulariser(c, b), b, base)
+
+
+def _kl(c: Choices, b: Batch) -> Tensor:
+    """kl_coef KL(pi || pi_ref) per token; exactly 0 where none is asked for in the loss."""
+    if not c.kl_coef or c.kl_in != "loss":
+        return torch.zeros_like(b.logp)
+    if b.ref is None:
+        raise ValueError(f"kl_coef is {c.kl_coef} but no ref_logprobs were given")
+    return c.kl_coef * losses.kl(b.logp, b.ref, c.kl_kind, losses.ratio(b.logp, b.old))
 
 
 def _regulariser(c: Choices, b: Batch) -> Tensor:
-    """trust_region_coef (log pi/mu)^2 + kl_coef KL - entropy_coef H, per token; exactly 0 where none is asked for."""
+    """trust_region_coef (log pi/mu)^2 - entropy_coef H, per token; exactly 0 where neither is asked for."""
     total = torch.zeros_like(b.logp)
     if c.trust_region_coef:
         total = total + c.trust_region_coef * losses.trust_region(b.logp, b.mu)
-    if c.kl_coef and c.kl_in == "loss":
-        if b.ref is None:
-            raise ValueError(f"kl_coef is {c.kl_coef} but no ref_logprobs were given")
-        total = total + c.kl_coef * losses.kl(b.logp, b.ref, c.kl_kind, losses.ratio(b.logp, b.old))
     if c.entropy_coef:
         if b.entropy is None:
             raise ValueError(f"entropy_coef is {c.entropy_coef} but no entropy was given")
@@ -242,7 +247,7 @@ def _kernel(c: Choices, b: Batch, base: Tensor) -> tuple[Tensor, Tensor]:
             return losses.reinforce(b.logp, b.A)
 
 
-def _metrics(c: Choices, t: TokenTerms, policy: Tensor, loss: Tensor) -> MetricSums:
+def _metrics(c: Choices, t: TokenTerms) -> MetricSums:
     b, live, now = t.batch, t.batch.live, t.batch.logp.detach()
     means = {
         "policy/kl": (corrections.mismatch_k3(now - b.old), live),  # of the update: old policy || current
@@ -262,13 +267,7 @@ def _metrics(c: Choices, t: TokenTerms, policy: Tensor, loss: Tensor) -> MetricS
         means["policy/kl_ref"] = (losses.kl(now, b.ref, "k3"), live)
     return MetricSums.of(
         mean=means,
-        total={
-            "loss/policy": policy,
-            "loss/kl": loss.detach() - policy.detach(),
-            "loss/total": loss,
-            "tokens/kept": t.kept.sum(),
-            "tokens/nonfinite": b.nonfinite.sum(),
-        },
+        total={"tokens/kept": t.kept.sum(), "tokens/nonfinite": b.nonfinite.sum()},
         ess={"correction/ess": (losses.ratio(b.old, b.mu), live)},
         log_ratio={"correction/ratio": (b.old - b.mu, live), "policy/ratio": (now - t.base, live)},
     )
@@ -280,16 +279,9 @@ def value_loss(
     """PPO critic: value_coef * token-mean of the clipped squared error, any shape, global token denominator."""
     mask = mask.bool()
     finite = mask & torch.isfinite(values.detach()) & torch.isfinite(returns) & torch.isfinite(old_values)
-    v, v_old, target = (
-        torch.where(finite, upcast(x), torch.zeros((), dtype=upcast(x).dtype, device=x.device))
-        for x in (values, old_values.detach(), returns.detach())
-    )
+    v, v_old, target = (torch.where(finite, upcast(x), 0.0) for x in (values, old_values.detach(), returns.detach()))
     per_token, clipped = losses.value_clip_loss(v, v_old, target, choices.value_clip)
-    loss = (
-        choices.value_coef
-        * torch.where(finite, per_token, torch.zeros_like(per_token)).sum()
-        / max(denominators.tokens, 1.0)
-    )
+    loss = choices.value_coef * torch.where(finite, per_token, 0.0).sum() / max(denominators.tokens, 1.0)
     means = {
         "critic/clip_fraction": (clipped, finite),
         "critic/value_mean": (v, finite),

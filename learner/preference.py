@@ -75,15 +75,14 @@ def preference_loss(
     """Mean loss over the step's `pairs`, summable metrics. A pair with a NaN or inf log-prob gives no loss; counted."""
     mask = mask.bool()
     finite = torch.isfinite(logprobs.detach()) & torch.isfinite(ref_logprobs)
-    zero = torch.zeros((), dtype=upcast(logprobs).dtype, device=logprobs.device)
-    logp = torch.where(mask & finite, upcast(logprobs), zero)
-    ref = torch.where(mask & finite, upcast(ref_logprobs).to(logp.dtype), zero).detach()
+    logp = torch.where(mask & finite, upcast(logprobs), 0.0)
+    ref = torch.where(mask & finite, upcast(ref_logprobs).to(logp.dtype), 0.0).detach()
     seq = Segments(sequence_ids, n_sequences, mask)
     sound = seq.sum((~finite).to(logp.dtype)) == 0
     good = sound[chosen] & sound[rejected]
     D = log_ratio_difference(logp, ref, seq, chosen, rejected, choices.length_normalized)
     per_pair = pair_losses(choices, D)
-    loss = torch.where(good, per_pair, torch.zeros_like(per_pair)).sum() / max(pairs, 1.0)
+    loss = torch.where(good, per_pair, 0.0).sum() / max(pairs, 1.0)
     rewards = choices.preference_beta * (seq.sum(logp - ref)).detach()
     metrics = MetricSums.of(
         mean={
@@ -132,15 +131,15 @@ def rating_regression(score: Tensor, rating: Tensor, low: float = 1.0, high: flo
     A NaN or out-of-range rating gives exactly 0 loss.
     """
     known = torch.isfinite(rating) & (rating >= low) & (rating <= high)
-    target = torch.where(known, (rating - low) / (high - low), torch.zeros_like(rating))
-    error = torch.where(known, upcast(score) - target, torch.zeros_like(target))
+    target = torch.where(known, (rating - low) / (high - low), 0.0)
+    error = torch.where(known, upcast(score) - target, 0.0)
     return error**2, error.detach().abs() * (high - low)
 
 
 def sft(logprobs: Tensor, mask: Tensor, denominators: Denominators) -> tuple[Tensor, MetricSums]:
     """Supervised fine-tuning: L = -mean log pi(y_t) over the unmasked tokens of the step; any shape."""
     live = mask.bool() & torch.isfinite(logprobs.detach())
-    logp = torch.where(live, upcast(logprobs), torch.zeros((), dtype=upcast(logprobs).dtype, device=logprobs.device))
+    logp = torch.where(live, upcast(logprobs), 0.0)
     loss = -logp.sum() / max(denominators.tokens, 1.0)
     dropped = (mask.bool() & ~live).sum()
     return loss, MetricSums.of(mean={"sft/nll": (-logp, live)}, total={"loss/total": loss, "tokens/nonfinite": dropped})

@@ -66,6 +66,7 @@ PEERS = {
     "pass_at_k": "verl's grpo_passk divides by the std unless told not to.",
     "gdpo": "verl whitens over tokens instead of answers.",
     "icepop": "slime, NeMo-RL, OpenRLHF and verl agree on .5 to 5; AReaL has an upper bound only.",
+    "a3po": "AReaL's prox_logp_method loglinear, on top of any of its estimators.",
     "m2po": "AReaL masks within a micro-batch; here the cut is that of the whole step on all ranks.",
     "dpo": "TRL's label_smoothing does nothing for sigmoid; OpenRLHF's gives cDPO.",
     "dpo_ipo": "TRL and AReaL divide each log-ratio by its length, as here; OpenRLHF uses sums.",

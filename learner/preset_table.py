@@ -108,7 +108,7 @@ def _row(c: Choices) -> list[str]:
         f"{c.advantage}: {ADVANTAGES[c.advantage]}; {_list(c, ADVANTAGE_FIELDS.get(c.advantage, ''), 'advantage_clip')}"
     )
     loss = f"{c.loss}: {EQUATIONS[c.loss]}; {_list(c, LOSS_FIELDS.get(c.loss, ''))}"
-    correction = "mode correction correction_low correction_high"
+    correction = "mode proximal correction correction_low correction_high"
     return [
         f"`{c.preset}`",
         c.paper,

@@ -89,6 +89,7 @@ PRESETS: dict[str, Choices] = {
             "icepop", "IcePop, Ring-1T 2510.18855", clip_high=0.28, correction="mis", correction_low=0.5,
             correction_high=5.0,
         ),
+        _preset("a3po", "A-3PO 2512.06547", proximal="loglinear"),
         _preset("m2po", "M2PO 2510.01161", loss="importance", m2po_tau=0.04, **_TWO_POLICY),
         _preset("dpo", "DPO 2305.18290", objective="preference", drop_zero_signal=True),
         _preset("dpo_ipo", "IPO 2310.12036", objective="preference", preference_loss="ipo", length_normalized=True),

@@ -23,11 +23,8 @@ def last_unmasked(seq: Segments) -> Tensor:
 
 def token_rewards(score: Tensor, charge: Tensor, seq: Segments) -> Tensor:
     """rho_t = -charge_t + 1[t last] score (Stiennon et al. 2009.01325): charge [T] = beta * KL, score [n]."""
-    rho = (
-        torch.where(last_unmasked(seq), seq.spread(score), torch.zeros((), dtype=score.dtype, device=score.device))
-        - charge
-    )
-    return torch.where(seq.mask, rho, torch.zeros_like(rho))
+    rho = torch.where(last_unmasked(seq), seq.spread(score), 0.0) - charge
+    return torch.where(seq.mask, rho, 0.0)
 
 
 def gae(
@@ -40,7 +37,7 @@ def gae(
     """
     rho, v, m = (_padded(x, seq) for x in (rewards, values, seq.mask))
     m = m.bool()
-    v = torch.where(m, v, torch.zeros_like(v))
+    v = torch.where(m, v, 0.0)
     advantage = torch.zeros_like(rho)
     next_a = torch.zeros_like(rho[:, 0]) if rho.shape[1] else rho.new_zeros(seq.n)
     next_v = next_a if bootstrap is None else bootstrap.to(rho.dtype)
@@ -48,11 +45,9 @@ def gae(
         here = m[:, t]
         a = rho[:, t] + gamma * next_v - v[:, t] + gamma * lam * next_a
         next_a, next_v = torch.where(here, a, next_a), torch.where(here, v[:, t], next_v)
-        advantage[:, t] = torch.where(here, a, torch.zeros_like(a))
+        advantage[:, t] = torch.where(here, a, 0.0)
     flat = _flat(advantage, seq)
-    return flat, torch.where(
-        seq.mask, flat + torch.where(seq.mask, values, torch.zeros_like(values)), torch.zeros_like(flat)
-    )
+    return flat, torch.where(seq.mask, flat + torch.where(seq.mask, values, 0.0), torch.zeros_like(flat))
 
 
 def discounted(rewards: Tensor, seq: Segments, gamma: float) -> Tensor:
@@ -63,10 +58,10 @@ def discounted(rewards: Tensor, seq: Segments, gamma: float) -> Tensor:
 
 def moments(x: Tensor, mask: Tensor, ddof: int, reduce: Reduce = alone) -> tuple[Tensor, Tensor]:
     """Mean and variance of the unmasked entries over all ranks, in two passes (no cancellation)."""
-    filled = torch.where(mask, x, torch.zeros_like(x))
+    filled = torch.where(mask, x, 0.0)
     total = reduce(torch.stack([filled.sum(), mask.sum().to(x.dtype)]))
     mean = total[0] / total[1].clamp(min=1)
-    centred = torch.where(mask, x - mean, torch.zeros_like(x))
+    centred = torch.where(mask, x - mean, 0.0)
     square = reduce((centred * centred).sum().reshape(1))[0]
     return mean, square / (total[1] - ddof).clamp(min=1)
 
@@ -79,7 +74,7 @@ def whiten(x: Tensor, mask: Tensor, eps: float, ddof: int, reduce: Reduce = alon
     mean, var = moments(x, mask, ddof, reduce)
     scale = torch.rsqrt(var + eps) if eps_in == "variance" else 1 / (var.sqrt() + eps)
     noise = (1 + mean.abs()) * 1e-7
-    return torch.where(mask & (var > noise * noise), (x - mean) * scale, torch.zeros_like(x))
+    return torch.where(mask & (var > noise * noise), (x - mean) * scale, 0.0)
 
 
 def _padded(x: Tensor, seq: Segments) -> Tensor:

@@ -48,7 +48,7 @@ class Segments:
 
     def sum(self, x: Tensor) -> Tensor:
         """[T] -> [n]: sum of each sequence's unmasked tokens. Masked values are replaced: a NaN there is harmless."""
-        x = torch.where(self.mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+        x = torch.where(self.mask, x, 0.0)
         return torch.zeros(self.n, dtype=x.dtype, device=x.device).index_add(0, self.ids, x)
 
     def count(self, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -173,5 +173,4 @@ def token_weights(
 
 def aggregate(per_token: Tensor, weights: Tensor, mask: Tensor) -> Tensor:
     """sum_t w_t L_t, with L masked first so that nothing at a masked position reaches value or gradient."""
-    zero = torch.zeros((), dtype=per_token.dtype, device=per_token.device)
-    return (torch.where(mask, per_token, zero) * weights.to(per_token.dtype)).sum()
+    return (torch.where(mask, per_token, 0.0) * weights.to(per_token.dtype)).sum()

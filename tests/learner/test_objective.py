@@ -297,6 +297,26 @@ def test_truncated_answers_are_masked_only_when_asked_for() -> None:
         assert torch.equal(keep[:5], b.mask[:5])
 
 
+def test_loglinear_proximal_policy_follows_the_age_of_each_token() -> None:
+    """Age 0 or 1: the engine's policy is proximal, weight 1; age 3: two thirds of the way to the current one."""
+    b = Batch.of(13)
+    b.staleness[:] = 1
+    _, _, young = padded(choose("a3po", {}), b)
+    assert young.finish()["correction/mismatch_k3"] == 0 and young.finish()["correction/ess"] == pytest.approx(1)
+    bypass = padded(choose("dapo", {"mode": "bypass", "correction": "none", "clip_high": 0.2}), b)
+    torch.testing.assert_close(padded(choose("a3po", {}), b)[1], bypass[1], rtol=0, atol=1e-13)
+    b.staleness[:] = 3
+    between = b.mu + (b.logp - b.mu) * 2 / 3
+    b.old = between
+    exact = padded(choose("a3po", {"proximal": "exact"}), b)
+    torch.testing.assert_close(padded(choose("a3po", {}), b)[1], exact[1], rtol=0, atol=1e-13)
+    with pytest.raises(ValueError, match="staleness"):
+        policy_loss(
+            choose("a3po", {}), logprobs=b.logp, behaviour_logprobs=b.mu, advantages=b.logp, mask=b.mask,
+            group_ids=b.groups, denominators=Denominators(1, 1, 1),
+        )  # fmt: skip
+
+
 def test_missing_columns_are_named() -> None:
     b = Batch.of(11)
     d = Denominators.count(b.mask.reshape(-1), b.ids, b.groups)

@@ -81,6 +81,7 @@ def test_needs() -> None:
         ("dapo", {}, {"top_k": 50}, "kept mass"),
         ("cispo", {"correction": "tis", "correction_high": 2.0}, {}, "twice"),
         ("dapo", {"mode": "bypass"}, {}, "twice"),
+        ("a3po", {"mode": "bypass", "correction": "none"}, {}, "does not read"),
         ("dapo", {"correction_low": 3.0}, {}, "below correction_high"),
         ("dapo", {"correction": "mis", "correction_high": None}, {}, "drop nothing"),
         ("dapo", {"correction": "tis", "correction_high": None}, {}, "truncates"),
