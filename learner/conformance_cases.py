@@ -18,7 +18,7 @@ from torch import Tensor
 
 from learner import advantages, corrections, losses
 from learner.choices import Choices
-from learner.conformance_inputs import NUMBER, Case, Document, Unimplemented, choices, error, numbers
+from learner.conformance_inputs import INPUTS, NUMBER, Case, Document, Unimplemented, choices, error, numbers
 from learner.conformance_learning import LEARNING
 from learner.conformance_tables import TABLES
 from learner.objective import TokenTerms, policy_loss, token_terms
@@ -54,7 +54,7 @@ KNOWN_KEYS = {
 
 def replay(name: str, case: Case, doc: Document) -> dict[str, float]:
     """Errors of every number in the case. Raises Unimplemented for a family or quantity nobody knows."""
-    family = name.split("/")[0]
+    family, doc = name.split("/")[0], doc.of(case)
     if family in OWN_INPUTS:
         unknown = set(case) - KNOWN_KEYS[family] - {"algo", "config", "note", "cross_checked_with"}
         if unknown:
@@ -271,7 +271,7 @@ def _opsm_case(name: str, case: Case, doc: Document) -> dict[str, float]:
     return _compare(case, {"seq_kl": [drift], "keep": [keep.double()]}, mask.shape)
 
 
-NOT_NUMBERS = frozenset({"algo", "config", "mask", "note", "cross_checked_with"})
+NOT_NUMBERS = INPUTS | {"algo", "config", "mask", "note", "cross_checked_with", "inputs"}
 
 
 def _compare(case: Case, got: dict[str, list[Any]], shape: torch.Size) -> dict[str, float]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from learner.choices import Choices
 from rollout.errors import ConfigError
 
+INPUTS = frozenset({"rewards", "group_ids", "logp", "logp_old", "logp_behave", "logp_ref"})
 NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 Case = Mapping[str, Any]
 
@@ -58,6 +59,12 @@ class Document:
     def length_constant(self) -> float | None:
         x = self.raw.get("meta", {}).get("Dr_GRPO_L_max")
         return None if x is None else float(x)
+
+    def of(self, case: Case) -> Document:
+        """The same file with whatever inputs the case brings itself laid over the shared ones."""
+        own = {k: v for k, v in case.items() if k in INPUTS}
+        nested = case.get("inputs", {})
+        return Document({**self.raw, "inputs": {**self.raw.get("inputs", {}), **nested, **own}})
 
     def column(self, name: str) -> Tensor:
         """logp, logp_old, logp_behave, logp_ref [B, L]; from probabilities and ratios where log-probs are not given."""

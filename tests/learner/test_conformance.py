@@ -110,6 +110,19 @@ def test_numbers_come_from_the_file_and_not_from_the_code(golden: dict[str, Any]
     assert all(o.errors for o in outcomes), "failed for another reason than a number"
 
 
+def test_a_case_may_bring_its_own_inputs(golden: dict[str, Any]) -> None:
+    """Shared inputs are replaced by junk; the case's own rewards, groups and log-probs are the ones replayed."""
+    inputs = golden["inputs"]
+    own = {k: inputs[k] for k in ("rewards", "group_ids", "logp", "logp_old", "logp_behave", "logp_ref")}
+    junk = {k: [[-1.0] * 3] * 4 for k in own if k.startswith("logp")} | {"rewards": [0.0] * 4, "masks": inputs["masks"]}
+    for nested in (own, {"inputs": own}):
+        moved = {"inputs": junk, "meta": golden["meta"]}
+        moved["cases"] = {
+            k: golden["cases"][k] | nested for k in ("dapo/ragged", "offpolicy/full/tis_seq_C2", "kl/full/k3")
+        }
+        assert [o.name for o in conformance.run(moved) if not o.passed] == []
+
+
 def test_nan_at_masked_positions_changes_nothing(golden: dict[str, Any]) -> None:
     """The file's padding may hold anything: the ragged cases still come out exactly."""
     poisoned = copy.deepcopy(golden)
