@@ -6,7 +6,7 @@ Legend
     scored     [N]  bool, the reward is finite; the others take no part in any statistic and get A = 0
     n, mean, std    of the scored answers of a group
 
-Outcomes at the edges, the same for every estimator (definitions.md, head): a group of one scored answer, an all-equal
+Outcomes at the edges, the same for every estimator: a group of one scored answer, an all-equal
 group (max - min <= 1e-6) and an unscored answer get A = 0 EXACTLY and are counted. Never rely on eps for that: in
 float32 the mean of seven times 0.1 is off by one unit in the last place; divided by a std of that size it gives 0.8.
 """
@@ -59,7 +59,7 @@ def batch_mean(r: Tensor, g: Groups, reduce: Reduce = alone) -> Tensor:
 def maxrl(r: Tensor, g: Groups, eps: float = 0.0, guarded: bool = True) -> Tensor:
     """MaxRL, 2602.02710, the deployed centred form: A_i = (r_i - mean) / (mean + eps), 0 for a group with mean <= 0.
 
-    Its expectation is the gradient of the order-(N-1) truncation of log p (definitions.md 2.10), not of order N.
+    Its expectation is the gradient of the order-(N-1) truncation of log p, not of order N.
     guarded=False is the official code as it stands, to compare with: a negative mean flips signs and a lone answer
     gets r / eps. Training never uses it.
     """

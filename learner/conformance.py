@@ -1,6 +1,6 @@
 """python -m learner.conformance FILE.json [--json]: replay golden values through the functions that training uses.
 
-    file (schema of shared/algorithms/golden.json)  ->  each case's name and config  ->  Choices
+    file (schema of tests/learner/golden.json)  ->  each case's name and config  ->  Choices
         ->  advantages.compute + objective.policy_loss + backward  ->  compared with the numbers in the case
 
 A case is found by the family in its name; masks, numbers, sample counts and groups come from the file. A case nobody

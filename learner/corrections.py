@@ -2,7 +2,7 @@
 
 Legend as in losses.py. All functions take `log_w [T]`, a log importance weight WITHOUT gradient, and return
 (weight [T], keep [T] bool): the loss of a token is multiplied by `weight`, which is 0 where `keep` is False. The
-denominator stays the ORIGINAL token count (definitions.md 5.2, as all peers but verl's decoupled mode).
+denominator stays the ORIGINAL token count (as all peers but verl's decoupled mode).
 
     decoupled   log_w = logp_old - logp_mu   weight x clipped loss on logp - logp_old   Hilton et al. 2110.00641, AReaL
     bypass      log_w = logp - logp_mu       only for REINFORCE, where the weight is the whole correction

@@ -97,7 +97,7 @@ def test_a_failed_reward_is_left_out_of_the_statistics(kind: str) -> None:
 
 
 def test_a_failed_reward_agrees_with_trl() -> None:
-    """[1, nan, 0, 0] -> [1.1545, 0, -.5773, -.5773] (definitions.md 2.1, TRL's eps 1e-4)."""
+    """[1, nan, 0, 0] -> [1.1545, 0, -.5773, -.5773] (TRL, eps 1e-4)."""
     got = values(of([1, torch.nan, 0, 0], advantage_eps=1e-4))
     assert got == pytest.approx([1.1545, 0, -0.5773, -0.5773], abs=1e-4)
 
