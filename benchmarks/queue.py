@@ -20,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -71,20 +72,22 @@ class Contender:
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name = name
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT)}
+        self.words = tempfile.TemporaryFile("w+", prefix=f"headrace-bench-{name}-")
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE if name != "x" else None,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.words,
         )  # fmt: skip
 
     def measure(self, **order: Any) -> dict[str, Any]:
         """Raises RuntimeError with the last words of a contender that died."""
-        assert self.process.stdin and self.process.stdout and self.process.stderr
+        assert self.process.stdin and self.process.stdout
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
         for line in self.process.stdout:
             if line.startswith("RESULT "):
                 return json.loads(line.removeprefix("RESULT "))
-        raise RuntimeError(f"{self.name} died: {self.process.stderr.read()[-800:]}")
+        self.words.seek(0)
+        raise RuntimeError(f"{self.name} died: {self.words.read()[-800:]}")
 
     def close(self) -> None:
         assert self.process.stdin

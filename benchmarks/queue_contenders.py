@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -37,10 +38,17 @@ def serve(measure: Callable[[Order], dict[str, Any]]) -> None:
         print("RESULT " + json.dumps(measure(json.loads(line))), flush=True)
 
 
+def until_closed(target: Callable[..., None], *args: Any) -> None:
+    with suppress(EOFError):
+        target(*args)
+
+
 def spawn(target: Callable[..., None], *args: Any) -> tuple[Any, Connection]:
     """A process with a pipe to it."""
     here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=target, args=(there, *args), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=until_closed, args=(target, there, *args), daemon=True
+    )
     process.start()
     return process, here
 

@@ -35,9 +35,6 @@ class Disk:
     def sync(self, fd: int) -> None:
         os.fdatasync(fd)
 
-    def truncate(self, fd: int, size: int) -> None:
-        os.ftruncate(fd, size)
-
     def close(self, fd: int) -> None:
         os.close(fd)
 

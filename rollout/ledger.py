@@ -402,7 +402,7 @@ class Ledger:
                 entry = Entry(ordinal, State.LEASED, attempt, fact.holder, fact.key, fact.version)
                 self.entries[ordinal] = self.untaken[ordinal] = entry
                 self.counts[State.LEASED] += 1
-                self.issued = ordinal + 1
+                self.issued = max(self.issued, ordinal + 1)
             else:
                 self._move(entry, State.LEASED)
                 entry.attempt, entry.holder, entry.key, entry.version = attempt, fact.holder, fact.key, fact.version

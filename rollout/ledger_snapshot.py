@@ -30,7 +30,7 @@ def snapshot(ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def restore(settings: LedgerSettings, value: dict[str, Any]) -> Ledger:
+def restore(settings: LedgerSettings, value: dict[str, Any], kind: type[Ledger] = Ledger) -> Ledger:
     """A ledger equal to the one that `snapshot` saw. Raises ConfigError if the run's shape has changed."""
     for name in _FIXED:
         was, now = value["settings"][name], getattr(settings, name)
@@ -38,7 +38,7 @@ def restore(settings: LedgerSettings, value: dict[str, Any]) -> Ledger:
             raise ConfigError(
                 f"{name} is {now}, but the journal was written with {was}; restore it or use a new run dir"
             )
-    ledger = Ledger(settings)
+    ledger = kind(settings)
     for name in _PLAIN:
         setattr(ledger, name, value[name])
     ledger.plan = {step: tuple(ordinals) for step, ordinals in value["plan"]}

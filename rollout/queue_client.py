@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from rollout.errors import DeadlineError, Drained, HeadraceError, QueueError, WireError
 from rollout.ledger_states import Lease
-from rollout.queue_connection import Answer, Connection
+from rollout.queue_connection import BEAT, Answer, Connection
 from rollout.queue_keys import ClientKeys
 from rollout.queue_protocol import WAIT_SLICE, pack_blobs, split_blobs
 from rollout.types import Group, Verdict
@@ -50,9 +50,16 @@ Plan = Generator[Ask, Answer | None, T]
 class Calls:
     """Every call, as a plan that a client drives. `patience_s` bounds the calls that have no wait of their own."""
 
-    def __init__(self, endpoint: str, holder: str, keys: ClientKeys | None = None, patience_s: float = 3600.0) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        holder: str,
+        keys: ClientKeys | None = None,
+        patience_s: float = 3600.0,
+        beat_s: float = BEAT,
+    ) -> None:
         self.holder, self.patience_s = holder, patience_s
-        self.connection = Connection(endpoint, holder, keys)
+        self.connection = Connection(endpoint, holder, keys, beat_s)
         self._since_said = time.monotonic()
 
     def _drive(self, plan: Plan[Any]) -> Any:

@@ -20,6 +20,7 @@ import uuid
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,7 @@ from rollout.queue_transport import COPY_BELOW, dealer
 from rollout.wire import Buffer
 
 log = logging.getLogger(__name__)
-BEAT = 1.0
-SILENCE = 3.0
+BEAT = 1.0  # seconds between heartbeats; three of them without an answer are silence
 
 
 @dataclass(slots=True)
@@ -59,8 +59,9 @@ class Pending:
 class Connection:
     """`endpoint` is an address, or the path of a file that holds one (a restarted server may have another port)."""
 
-    def __init__(self, endpoint: str, holder: str, keys: ClientKeys | None) -> None:
+    def __init__(self, endpoint: str, holder: str, keys: ClientKeys | None, beat_s: float = BEAT) -> None:
         self.endpoint, self.holder, self.keys = str(endpoint), holder, keys
+        self.beat_s, self.silence_s = beat_s, 3 * beat_s
         self.client = uuid.uuid4().hex[:16]
         self.leases: dict[int, int] = {}  # ordinal -> attempt, being generated here
         self.scoring: set[int] = set()
@@ -110,10 +111,8 @@ class Connection:
         self._thread.join()
 
     def _wake(self) -> None:
-        try:
+        with suppress(BlockingIOError):  # the pipe is full of wake-ups already
             os.write(self._wake_write, b"!")
-        except BlockingIOError:
-            pass  # the pipe is full of wake-ups already
 
     # ---- the thread
 
@@ -147,7 +146,7 @@ class Connection:
 
     def _turn(self) -> None:
         busy = bool(self._open or self.leases or self.scoring)
-        ready = dict(self._poller.poll(BEAT * 250 if busy else None))
+        ready = dict(self._poller.poll(int(self.beat_s * 250) if busy else None))
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
             self._take_asked()
@@ -157,12 +156,12 @@ class Connection:
         now = time.monotonic()
         if not busy:
             self._heard = now  # we have asked for nothing, so silence means nothing
-        elif now - self._heard > SILENCE:
+        elif now - self._heard > self.silence_s:
             self.reconnects += 1
             self._socket.close(linger=0)
             self._connect()
             self._beat(now)
-        elif now - self._beaten > BEAT:
+        elif now - self._beaten > self.beat_s:
             self._beat(now)
 
     def _take_asked(self) -> None:
@@ -180,10 +179,8 @@ class Connection:
         self._push(pending.frames)
 
     def _push(self, frames: Sequence[Buffer]) -> None:
-        try:
+        with suppress(zmq.Again):  # nobody takes it now: the next beat finds it missing and it goes again
             self._socket.send_multipart(frames, zmq.DONTWAIT, copy=False)
-        except zmq.Again:
-            pass  # nobody takes it now: the next beat finds it missing and it goes again
 
     def _beat(self, now: float) -> None:
         self._beaten = now

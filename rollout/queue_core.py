@@ -41,9 +41,11 @@ class Reply:
 class QueueCore:
     """One run's queue. Made by recovering whatever the journal holds."""
 
+    ledger_type = Ledger
+
     def __init__(self, settings: LedgerSettings, journal: Journal, max_bytes: int, event: Event, now: float) -> None:
         self.journal, self.event = journal, event
-        self.ledger = Ledger(settings)
+        self.ledger = self.ledger_type(settings)
         self.payloads = Payloads(journal, max_bytes)
         self.changes = 0  # grows whenever a fact was stated: somebody who waits may be served
         self.staleness: dict[str, float] = {"mean": 0.0, "max": 0.0, "max_ever": 0.0}
@@ -57,7 +59,7 @@ class QueueCore:
         for value, ref in self.journal.recover():
             kind, first = value[0], value[1]
             if kind == "snapshot":
-                self.ledger = restore(settings, first["ledger"])
+                self.ledger = restore(settings, first["ledger"], self.ledger_type)
                 for ordinal, *place in first["payloads"]:
                     self.payloads.put_on_disk(ordinal, Ref(*place))
             elif kind == "facts":

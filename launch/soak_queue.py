@@ -1,0 +1,181 @@
+"""`headrace soak queue --seeds N`: kill everything at random, cut the power, spoil the network; then audit what is left.
+
+For each seed a small run with real processes. The conductor kills (SIGKILL) and stops (SIGSTOP) them at random, the server
+and the network included, leaves torn records in the journal, and starts again what died. A learner restarts from its
+checkpoint. When the learner is done, the auditor reads the journal and the learner's log.
+
+    {"seeds": 200, "kills": 3120, "groups": 9600, "lost": 0, "duplicated": 0, ...}      exit 1 if anything is not as it must be
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from launch.soak_faults import SABOTAGE, believe_everything, tear
+from launch.soak_roles import BEAT_S, Plan, role
+from rollout import journal_segments
+from rollout.audit import audit
+from rollout.errors import DeadlineError, HeadraceError
+from rollout.ledger_states import LedgerSettings
+from rollout.queue_client import QueueClient
+
+ROLES = ("server", "network", "producer-0", "producer-1", "scorer-0", "learner")
+FAULTS = ("kills", "stops", "torn")
+WRONGS = ("lost", "duplicated", "corrupt", "replayed_differently", "too_stale", "not_conserved", "unfinished", "steps_missing")
+
+
+class Seed:
+    """One run under attack."""
+
+    def __init__(self, folder: Path, seed: int, sabotage: str, steps: int, deadline_s: float) -> None:
+        self.rng = random.Random(seed)
+        settings = LedgerSettings(
+            groups_per_step=self.rng.choice([2, 4]), group_size=2, bound=self.rng.choice([0, 1, 2]),
+            mode=self.rng.choice(["wait", "drop"]), max_steps=steps, lease_s=1.0, group_deadline_s=60.0,
+            max_attempts=50, min_viable=1,
+        )  # fmt: skip
+        self.plan = Plan(str(folder), seed, settings, sabotage, bad_weather=seed % 3 != 0)
+        self.deadline = time.monotonic() + deadline_s
+        self.processes: dict[str, Any] = {}
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["launch.soak_roles"])
+        self.faults = dict.fromkeys(FAULTS, 0)
+        self.unbalanced = self.looks = 0
+
+    def run(self) -> dict[str, int]:
+        """Attack until the learner is done, or the time is over."""
+        watcher = QueueClient(self.plan.server, "watcher", patience_s=0.5, beat_s=BEAT_S)
+        try:
+            while not self.plan.path("done").exists() and time.monotonic() < self.deadline:
+                self._keep_alive()
+                self._look(watcher)
+                self._attack()
+        finally:
+            watcher.close()
+            self._end_all()
+        return self._result()
+
+    def _keep_alive(self) -> None:
+        for name in ROLES:
+            process = self.processes.get(name)
+            if process is None or (not process.is_alive() and not (process.exitcode == 0 and name != "server")):
+                self.processes[name] = self.context.Process(target=role, args=(self.plan, name), daemon=True)
+                self.processes[name].start()
+
+    def _look(self, watcher: QueueClient) -> None:
+        """Conservation, asked of the server itself, at whatever moment this is."""
+        try:
+            stats = watcher.stats()
+        except (DeadlineError, HeadraceError):
+            return
+        self.looks += 1
+        self.unbalanced += not stats["conserved"]
+
+    def _attack(self) -> None:
+        time.sleep(self.rng.random() * 0.25)
+        name = self.rng.choice((*ROLES, "server", "learner"))
+        process = self.processes[name]
+        if not process.is_alive():
+            return
+        if self.rng.random() < 0.3:
+            self.faults["stops"] += 1
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(self.rng.choice([0.1, 0.4, 1.3]))
+            os.kill(process.pid, signal.SIGCONT)
+            return
+        self.faults["kills"] += 1
+        process.kill()
+        process.join()
+        if name == "server" and self.rng.random() < 0.5 and list(self.plan.path("journal").glob("*.segment")):
+            self.faults["torn"] += 1
+            tear(self.plan.path("journal"), self.rng.random())
+
+    def _end_all(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.join()
+
+    def _result(self) -> dict[str, int]:
+        report = audit(self.plan.path("journal"), self.plan.path("trained.jsonl"))
+        corrupt = self.plan.path("corrupt")
+        finished = self.plan.path("done").exists()
+        wrongs = {
+            "lost": len(report.lost) + (report.in_flight if not finished else 0),
+            "duplicated": len(report.duplicated),
+            "corrupt": len(set(corrupt.read_text().split())) if corrupt.exists() else 0,
+            "replayed_differently": len(report.replayed_differently),
+            "too_stale": int(report.max_staleness > self.plan.settings.bound),
+            "not_conserved": self.unbalanced + (not report.conserved),
+            "unfinished": int(not finished),
+            "steps_missing": (self.plan.settings.max_steps or 0) - self.plan.number("done") if finished else 0,
+        }
+        rest = {"groups": report.issued, "trained": report.trained, "looks": self.looks}
+        return {**self.faults, **rest, "dropped": sum(report.dropped.values()), **wrongs}
+
+
+def soak_queue(
+    seeds: int | Sequence[int], sabotage: str = "", steps: int = 8, deadline_s: float = 90.0, keep: Path | None = None
+) -> dict[str, Any]:
+    """Run the seeds one after the other; the sum of what happened. `sabotage` takes one protection away (SABOTAGE)."""
+    numbers = range(seeds) if isinstance(seeds, int) else seeds
+    total: dict[str, Any] = {"seeds": 0, "sabotage": sabotage or None, "bad_seeds": []}
+    started = time.monotonic()
+    with _sabotaged(sabotage):
+        for seed in numbers:
+            folder = Path(tempfile.mkdtemp(prefix="headrace-soak-"))
+            result = Seed(folder, seed, sabotage, steps, deadline_s).run()
+            total["seeds"] += 1
+            for key, value in result.items():
+                total[key] = total.get(key, 0) + value
+            if any(result[w] for w in WRONGS):
+                total["bad_seeds"].append(seed)
+                if keep:
+                    shutil.copytree(folder, keep / f"seed-{seed}", ignore=shutil.ignore_patterns("*.sock"))
+            shutil.rmtree(folder)
+    total["seconds"] = round(time.monotonic() - started, 1)
+    return total
+
+
+@contextlib.contextmanager
+def _sabotaged(sabotage: str) -> Iterator[None]:
+    """The auditor must read what a server without checksums wrote."""
+    if sabotage and sabotage not in SABOTAGE:
+        raise ValueError(f"unknown sabotage {sabotage!r}; there are {', '.join(SABOTAGE)}")
+    honest = journal_segments.checksum
+    if sabotage == "crc":
+        believe_everything()
+    try:
+        yield
+    finally:
+        journal_segments.checksum = honest  # type: ignore[assignment]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="headrace soak queue", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run")
+    parser.add_argument("--sabotage", choices=SABOTAGE, default="", help="take one protection away: the soak must fail")
+    parser.add_argument("--keep", metavar="DIR", type=Path, help="keep the files of seeds that went wrong")
+    options = parser.parse_args(argv)
+    seeds = range(options.first, options.first + options.seeds)
+    total = soak_queue(seeds, options.sabotage, options.steps, keep=options.keep)
+    print(json.dumps(total))
+    return int(bool(total["bad_seeds"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

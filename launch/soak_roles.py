@@ -1,0 +1,179 @@
+"""The processes of the queue soak: server, network, producers, scorer, learner. Each may be killed or stopped at any moment.
+
+    folder/  journal/  server.sock  front.sock   served  (the live version)   checkpoint (a version)   trained.jsonl
+             corrupt (ordinals whose content was wrong)   done (the learner has finished)
+
+What an ordinal must contain, what it scores and whether it has signal are pure functions of the ordinal, so every role can
+tell a right group from a wrong one.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from launch.soak_faults import LyingDisk, PowerCutDisk, believe_everything, core_type
+from rollout.event_log import replace_file
+from rollout.journal_disk import Disk
+from rollout.ledger_states import LedgerSettings
+from rollout.queue_client import Drained, QueueClient
+from rollout.queue_proxy import Proxy, Weather
+from rollout.queue_server import QueueServer
+from rollout.trained_log import TrainedLog
+from rollout.types import Group, Scored, Status, Trajectory, Verdict
+from rollout.versions import VersionSpan
+
+BEAT_S = 0.1
+WEATHER = Weather(lost=0.02, doubled=0.05, delayed=0.1, delay_s=0.3)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every process of one seed is told."""
+
+    folder: str
+    seed: int
+    settings: LedgerSettings
+    sabotage: str = ""
+    bad_weather: bool = True
+
+    def path(self, name: str) -> Path:
+        return Path(self.folder) / name
+
+    @property
+    def front(self) -> str:
+        return f"ipc://{self.path('front.sock')}"
+
+    @property
+    def server(self) -> str:
+        return f"ipc://{self.path('server.sock')}"
+
+    def client(self, name: str) -> QueueClient:
+        return QueueClient(self.front, name, beat_s=BEAT_S)
+
+    def number(self, name: str) -> int:
+        """A small file that holds one number; 0 while it is missing."""
+        try:
+            return int(self.path(name).read_text())
+        except (OSError, ValueError):
+            return 0
+
+
+def expected_group(ordinal: int, attempt: int, version: int) -> Group:
+    """Two answers of 8 tokens, made of the ordinal."""
+    tokens = np.arange(8, dtype=np.int32) + ordinal * 100
+    answers = tuple(
+        Trajectory(
+            tokens + k,
+            np.ones(8, np.bool_),
+            np.full(8, -0.5, np.float32),
+            (VersionSpan(version, 0, 8),),
+            Status.FINISHED,
+        )
+        for k in range(2)
+    )
+    return Group(ordinal, np.array([ordinal], np.int32), answers, attempt)
+
+
+def expected_verdicts(ordinal: int) -> tuple[Verdict, ...]:
+    """Every ninth group has no signal."""
+    return (Scored(1.0), Scored(1.0 if ordinal % 9 == 4 else 0.0))
+
+
+def is_right(group: Group) -> bool:
+    wanted = expected_group(group.ordinal, 0, 0)
+    pairs = zip(group.trajectories, wanted.trajectories, strict=True)
+    return all(np.array_equal(a.token_ids, b.token_ids) for a, b in pairs)
+
+
+def server(plan: Plan) -> None:
+    disk: Disk = LyingDisk() if plan.sabotage == "fsync" else PowerCutDisk()
+    if plan.sabotage == "crc":
+        believe_everything()
+    made = QueueServer(
+        plan.settings, plan.path("journal"), plan.server, segment_bytes=20_000, disk=disk,
+        events_path=plan.path("events.jsonl"),
+    )  # fmt: skip
+    made.core_type = core_type(plan.sabotage)
+    made.start()
+    while True:
+        time.sleep(0.2)
+        made.gauges()  # raises if the server has died of itself
+
+
+def network(plan: Plan) -> None:
+    Proxy(plan.front, plan.server, WEATHER if plan.bad_weather else Weather(), random.randrange(1 << 30)).run()
+
+
+def producer(plan: Plan, name: str) -> None:
+    rng = random.Random()
+    with plan.client(name) as queue:
+        while True:
+            try:
+                leases = queue.lease(rng.randint(1, 3), wait_s=5.0)
+            except Drained:
+                return
+            version = plan.number("served")
+            time.sleep(rng.random() * 0.02)
+            if leases and rng.random() < 0.05:
+                queue.give_back([leases.pop().ordinal], "changed its mind", failed=False)
+            if leases:
+                queue.submit([expected_group(x.ordinal, x.attempt, version) for x in leases])
+
+
+def scorer(plan: Plan, name: str) -> None:
+    with plan.client(name) as queue:
+        while True:
+            try:
+                groups = queue.lease_scoring(4, wait_s=5.0)
+            except Drained:
+                return
+            if groups:
+                queue.score({g.ordinal: expected_verdicts(g.ordinal) for g in groups})
+
+
+def learner(plan: Plan) -> None:
+    """Starts from its checkpoint, like any learner; checkpoints at random."""
+    rng = random.Random()
+    version = plan.number("checkpoint")
+    log = TrainedLog(plan.path("trained.jsonl"))
+    with plan.client("learner") as queue:
+        log.resumed(version)
+        queue.restarted(version)
+        replace_file(plan.path("served"), str(version))
+        while True:
+            try:
+                groups = queue.take(version, wait_s=120.0)
+            except Drained:
+                break
+            for wrong in (g for g in groups if not is_right(g)):
+                with open(plan.path("corrupt"), "a") as file:
+                    file.write(f"{wrong.ordinal}\n")
+            time.sleep(rng.random() * 0.03)
+            log.trained(version, version + 1, groups)
+            queue.trained(version, version + 1)
+            version += 1
+            replace_file(plan.path("served"), str(version))
+            queue.release(version)
+            if rng.random() < 0.4:
+                replace_file(plan.path("checkpoint"), str(version))
+                queue.commit(version - 1)
+        replace_file(plan.path("checkpoint"), str(version))
+        if version:
+            queue.commit(version - 1)
+    replace_file(plan.path("done"), str(version))
+
+
+def role(plan: Plan, name: str) -> None:
+    """The body of every process. Dies with the process that started it."""
+    kind = name.split("-")[0]
+    if kind in ("producer", "scorer"):
+        {"producer": producer, "scorer": scorer}[kind](plan, name)
+    else:
+        {"server": server, "network": network, "learner": learner}[kind](plan)
+    os._exit(0)
