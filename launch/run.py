@@ -53,12 +53,14 @@ def run(config: RunConfig, run_dir: Path, resume: bool = False) -> int:
             cluster = Cluster(config, plan.placements, directory, ready.context, resume, view.setup)
             watch = Watch(cluster, directory, view, observers)
             if resume:
-                view.resume(directory.metrics())
-                watch.skip_what_is_there()
+                watch.skip(directory.events_path)
             stack.enter_context(cluster)
             signal.signal(signal.SIGTERM, _interrupt)  # after Ray, which would only print a trace
             events.append("run_starting", resumed=resume, placements=[_seat(p) for p in plan.placements])
             cluster.start()
+            if resume:  # only now: the learner has cut the metrics back to its checkpoint
+                view.resume(directory.metrics())
+                watch.skip(directory.metrics_path)
             events.append("run_started", version=cluster.version, resumed_from=cluster.version if resume else None)
             cluster.begin()
             watch.until_trained()
@@ -112,10 +114,9 @@ class Watch:
             self.view.step(row)
             self.observers.metrics(row)
 
-    def skip_what_is_there(self) -> None:
+    def skip(self, path: Path) -> None:
         """A resumed run shows only what is new."""
-        for path in (self.directory.events_path, self.directory.metrics_path):
-            self._offsets[path] = path.stat().st_size if path.exists() else 0
+        self._offsets[path] = path.stat().st_size if path.exists() else 0
 
     def _new_lines(self, path: Path) -> list[Row]:
         """Whole lines that were appended since the last look."""
