@@ -31,6 +31,7 @@ SEQUENCE_LOSSES = frozenset({"gspo", "sequence_clip", "gmpo", "opmd"})
 SEQUENCE_RATIO_LOSSES = SEQUENCE_LOSSES | {"gspo_token"}
 TOKEN_CORRECTIONS = frozenset({"uncapped", "tis", "mis", "mask", "geo_mis"})  # geo_mis: survivors keep token weights
 PURE_MASKS = frozenset({"mask", "seq_mask", "geo_mask"})  # drop, never weight
+BATCH_BASELINES = frozenset({"reinforce_pp", "batch_mean", "gae"})  # an all-equal group still differs from the rest
 TOKEN_ADVANTAGES = frozenset({"gae", "reinforce_pp", "reinforce_pp_baseline"})
 
 
@@ -102,7 +103,7 @@ class Choices(Section):
 
     # which groups and answers are trained on
     drop_zero_signal: bool = Field(
-        True, description="DAPO dynamic sampling on the metric: all-equal groups are replaced"
+        False, description="DAPO dynamic sampling on the metric: all-equal groups are replaced"
     )
     max_refills: int = Field(10, ge=0, description="replacement rounds before a step goes ahead without signal")
     mask_truncated: bool = Field(False, description="overlong filtering: a truncated answer gives no loss")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from learner.choices import (
+    BATCH_BASELINES,
     PURE_MASKS,
     SEQUENCE_LOSSES,
     SEQUENCE_RATIO_LOSSES,
@@ -71,6 +72,11 @@ def _loss_rules(c: Choices) -> list[Rule]:
             c.loss in ("gspo", "gspo_token") and max(c.clip_low, c.clip_high) > 0.01,
             f"clip_low {c.clip_low} / clip_high {c.clip_high} are token-level widths; a length-normalised sequence "
             "ratio moves about a hundred times less, so nothing would ever be clipped; use about 3e-4 and 4e-4",
+        ),
+        (
+            c.drop_zero_signal and c.advantage in BATCH_BASELINES,
+            f"advantage {c.advantage!r} compares with the whole step, so a group of equal rewards does carry signal; "
+            "set drop_zero_signal: false",
         ),
         (
             c.loss == "cispo" and c.weight_min >= c.weight_max,

@@ -63,11 +63,11 @@ PEERS = {
     "reinforce": "verl's bypass mode with loss_type reinforce weighs whole answers (correction: seq_tis).",
     "lite_ppo": "TRL: scale_rewards batch.",
     "opo": "verl ships it with the raw reward for a group of one.",
-    "pass_at_k": "verl's grpo_passk divides by the std unless told not to.",
+    "pass_at_k": "verl ships it as grpo_passk.",
     "gdpo": "verl whitens over tokens instead of answers.",
     "icepop": "slime, NeMo-RL, OpenRLHF and verl agree on .5 to 5; AReaL has an upper bound only.",
     "a3po": "AReaL's prox_logp_method loglinear, on top of any of its estimators.",
-    "m2po": "AReaL masks within a micro-batch; here the cut is that of the whole step on all ranks.",
+    "m2po": "In AReaL with eps_clip 0; here the cut is that of the whole step on all ranks.",
     "dpo": "TRL's label_smoothing does nothing for sigmoid; OpenRLHF's gives cDPO.",
     "dpo_ipo": "TRL and AReaL divide each log-ratio by its length, as here; OpenRLHF uses sums.",
 }

@@ -29,11 +29,11 @@ PRESETS: dict[str, Choices] = {
     for c in (
         _preset(
             "ppo", "Schulman et al. 1707.06347; GAE 1506.02438", advantage="gae", lam=0.95,
-            kl_coef=0.05, kl_kind="k1", kl_in="reward", drop_zero_signal=False,
+            kl_coef=0.05, kl_kind="k1", kl_in="reward",
         ),
         _preset("grpo", "DeepSeekMath 2402.03300", kl_coef=0.04, aggregation="seq-mean-token-mean"),
         _preset("dr_grpo", "Dr.GRPO 2503.20783", advantage="group_mean", aggregation="constant"),
-        _preset("dapo", "DAPO 2503.14476", clip_high=0.28),
+        _preset("dapo", "DAPO 2503.14476", clip_high=0.28, drop_zero_signal=True),
         _preset(
             "gspo", "GSPO 2507.18071", loss="gspo", clip_low=3e-4, clip_high=4e-4,
             aggregation="seq-mean-token-mean", **_GEO,
@@ -65,11 +65,11 @@ PRESETS: dict[str, Choices] = {
         _preset("maxrl", "MaxRL 2602.02710", advantage="maxrl", advantage_eps=0.0),
         _preset(
             "dppo", "DPPO-Binary-TV 2602.04879", advantage="group_mean", loss="dppo",
-            trust_region_coef=1e-3, **_TWO_POLICY,
+            trust_region_coef=1e-3, drop_zero_signal=True, **_TWO_POLICY,
         ),
         _preset(
             "ipo", "INTELLECT Policy Optimization, PRIME-RL docs", advantage="group_mean", loss="ipo",
-            clip_low=0.3, clip_high=0.3, trust_region_coef=1e-3, **_TWO_POLICY,
+            clip_low=0.3, clip_high=0.3, trust_region_coef=1e-3, drop_zero_signal=True, **_TWO_POLICY,
         ),
         _preset("aipo", "AIPO, LlamaRL 2505.24034", loss="aipo", weight_max=2.0, **_TWO_POLICY),
         _preset("aipo_surrogate", "AIPO, LlamaRL 2505.24034", loss="aipo_surrogate", weight_max=2.0, **_TWO_POLICY),
@@ -86,12 +86,12 @@ PRESETS: dict[str, Choices] = {
         _preset("pass_at_k", "pass@k training 2503.19595", advantage="pass_at_k"),
         _preset("gdpo", "GDPO 2601.05242", components="normalize_then_sum", advantage_eps=1e-4),
         _preset(
-            "icepop", "IcePop, Ring-1T 2510.18855", clip_high=0.28, correction="mis", correction_low=0.5,
+            "icepop", "IcePop, Ring-1T 2510.18855", correction="mis", correction_low=0.5,
             correction_high=5.0,
         ),
         _preset("a3po", "A-3PO 2512.06547", proximal="loglinear"),
         _preset("m2po", "M2PO 2510.01161", loss="importance", m2po_tau=0.04, **_TWO_POLICY),
-        _preset("dpo", "DPO 2305.18290", objective="preference", drop_zero_signal=True),
+        _preset("dpo", "DPO 2305.18290", objective="preference"),
         _preset("dpo_ipo", "IPO 2310.12036", objective="preference", preference_loss="ipo", length_normalized=True),
     )
 }  # fmt: skip

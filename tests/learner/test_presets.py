@@ -39,6 +39,7 @@ def test_what_papers_say() -> None:
         0.28,
         "token-mean",
     )
+    assert PRESETS["dapo"].drop_zero_signal and not PRESETS["grpo"].drop_zero_signal
     assert PRESETS["dapo"].kl_coef == 0 and PRESETS["dapo"].dual_clip is None
     assert (PRESETS["gspo"].clip_low, PRESETS["gspo"].clip_high) == (3e-4, 4e-4)
     assert (PRESETS["cispo"].weight_min, PRESETS["cispo"].weight_max) == (0.0, 5.0)
@@ -92,6 +93,7 @@ def test_needs() -> None:
         ("dapo", {"kl_coef": 0.1, "kl_kind": "k1"}, {}, "zero expected gradient"),
         ("dapo", {"kl_coef": 0.1, "kl_kind": "k3_ratio", "kl_in": "reward"}, {}, "loss term"),
         ("dapo", {"kl_target": 0.1}, {}, "which is 0"),
+        ("reinforce_pp", {"drop_zero_signal": True}, {}, "does carry signal"),
         ("cispo", {"weight_min": 6.0}, {}, "absolute"),
         ("cispo", {"dual_clip": 3.0}, {}, "ppo_clip"),
         ("dapo", {"dual_clip": 1.1}, {}, "above 1"),
