@@ -80,9 +80,11 @@ def load_tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"the tokenizer in {str(path)!r} cannot be loaded: {_one_line(error)}") from error
+    tokenizer.model_max_length = 1 << 62  # lengths are checked by us, with an error that says what to do
+    return tokenizer
 
 
 def prepare_smollm2(out_dir: str | Path) -> Path:
