@@ -232,35 +232,33 @@ def _trouble(state: RunState) -> Iterator[Finding]:
     for (kind, who), event in last.items():
         ago = duration(state.now - float(event["time"]))
         detail = event.get(TROUBLE[kind], "")
-        yield Finding("alarm", who or "run", f"{kind} {ago} ago" + (f": {detail}" if detail else ""))
+        who, what = ("run", who) if kind == "alarm" else (who or "run", kind)
+        yield Finding("alarm", who, f"{what} {ago} ago" + (f": {detail}" if detail else ""))
 
 
 def _balance(state: RunState) -> Iterator[Finding]:
     """Which side the other waits for, over the whole run."""
     p = state.progress
+    no_signal, trained = p.dropped.get("zero_signal", 0), p.total("groups/trained")
+    wasted = no_signal > trained / 2
+    if wasted:
+        what = f"{no_signal} groups had answers that were all equally good, against {trained:.0f} trained"
+        remedy = "all right or all wrong: harder or easier prompts, more answers per group, a higher temperature"
+        yield Finding("slow", "run", what, remedy)
     learner, rollout, sync = p.mean("idle/learner"), p.mean("idle/rollout"), p.mean("time/weight_sync")
     if learner is not None and learner > 0.25 and learner > (rollout or 0.0):
         remedy = "add engines or cores to topology.rollout, or shorten answers"
-        yield Finding(
-            "slow", "run", f"the learner is idle {percent(learner)} of a step: generation is the bottleneck", remedy
-        )
+        if wasted:
+            remedy = "most of what is generated is thrown away for want of signal: mend that first"
+        what = f"the learner is idle {percent(learner)} of a step: generation is the bottleneck"
+        yield Finding("slow", "run", what, remedy)
     elif rollout is not None and rollout > 0.25:
         remedy = "give topology.learner more cores or ranks, or fewer engines; a larger staleness.bound only hides it"
-        yield Finding(
-            "slow", "run", f"engines are idle {percent(rollout)} of a step: learning is the bottleneck", remedy
-        )
+        what = f"engines are idle {percent(rollout)} of a step: learning is the bottleneck"
+        yield Finding("slow", "run", what, remedy)
     pace = p.step_s(len(p.rows))
-    if sync and pace and sync > 0.2 * pace and sync > 0.5:
+    if sync and pace and sync > max(0.2 * pace, 0.5):
         yield Finding("slow", "run", f"weights take {sync:.1f} s of a {pace:.1f} s step", "see weights.plane")
-    no_signal, trained = p.dropped.get("zero_signal", 0), p.total("groups/trained")
-    if no_signal and no_signal > trained / 2:
-        what = f"{no_signal} groups had answers that were all equally good, against {trained:.0f} trained"
-        yield Finding(
-            "slow",
-            "run",
-            what,
-            "all right or all wrong: harder or easier prompts, more answers per group, a higher temperature",
-        )
 
 
 def _held(counts: Mapping[str, int]) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -55,6 +56,7 @@ class LiveView:
         self._gauges: Mapping[str, Any] = {}
         self._doing = "setting up"
         self._live: Live | None = None
+        self._counts: Counter[tuple[Any, ...]] = Counter()
         self._lock = threading.Lock()
 
     # ---- fed by the driver
@@ -90,8 +92,8 @@ class LiveView:
             )
         elif kind == "checkpoint":
             self._say(f"  checkpoint of version {event.get('version')}")
-        elif kind in WORTH_A_LINE:
-            self._say(f"! {described(event)}")
+        elif kind in WORTH_A_LINE and (times := self._seen(event)):
+            self._say(f"! {described(event)}" + (f" ({times} times so far)" if times > 1 else ""))
         self._redraw()
 
     def evaluation(self, step: int, name: str, score: float) -> None:
@@ -202,6 +204,15 @@ class LiveView:
         learners = [v for k, v in dict(self._gauges.get("roles", {})).items() if str(k).startswith("learner")]
         phase = learners[0].get("phase") if learners and isinstance(learners[0], Mapping) else None
         return f"learner: {phase}" if phase else ""
+
+    def _seen(self, event: Mapping[str, Any]) -> int:
+        """How often this kind of trouble was seen, when that is worth a line (1, 10, 100, ...), else 0."""
+        if event["event"] not in TROUBLE:
+            return 1
+        kind = (event["event"], event.get("what"), event.get("engine"))
+        self._counts[kind] += 1
+        times = self._counts[kind]
+        return times if times == 10 ** (len(str(times)) - 1) else 0
 
     def _say(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)

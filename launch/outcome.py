@@ -62,28 +62,22 @@ def _books(summary: Mapping[str, Any], p: Progress) -> list[tuple[str, str]]:
 
 
 def next_steps(config: RunConfig, run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Three (command, why), by how the run ended."""
-    outcome = summary.get("outcome", "finished")
-    steps: list[tuple[str, str]] = []
-    if outcome != "finished":
-        steps.append(
-            (f"headrace run {run_dir} --resume", "goes on from the last checkpoint; nothing is lost or trained twice")
-        )
-        steps.append((f"headrace why {run_dir}", "says what every loop was waiting for"))
-    else:
-        steps.append((f"open {run_dir}/report.html", "curves, staleness, idle split and every event, in one page"))
-        steps.append(
-            (f"headrace export {run_dir} --out {run_dir}/hf", "the trained weights as a Hugging Face directory")
-        )
-    if config.staleness.bound > 0 and outcome == "finished":
-        command = f"headrace run {run_dir}/config.yaml --set staleness.bound=0"
-        steps.append((command, "the same work without asynchrony: compare the time and the curve"))
-    elif outcome == "finished":
-        command = f"headrace run {run_dir}/config.yaml --set staleness.bound=2"
-        steps.append((command, "the same work with generation and training overlapping"))
-    else:
-        steps.append((f"headrace report {run_dir}", "curves and events up to here, in one page"))
-    return steps[:3]
+    """Three (what to open or to type, why), by how the run ended."""
+    if summary.get("outcome", "finished") != "finished":
+        again = "goes on from the last checkpoint; nothing is lost or trained twice"
+        return [
+            (f"headrace run {run_dir} --resume", again),
+            (f"headrace why {run_dir}", "says what every loop was waiting for"),
+            (f"headrace report {run_dir}", "curves and events up to here, in one page"),
+        ]
+    bound, compare = 0, "the same work without asynchrony: compare the time and the curve"
+    if config.staleness.bound == 0:
+        bound, compare = 2, "the same work with generation and training overlapping"
+    return [
+        (f"{run_dir}/report.html", "open it in a browser: curves, staleness, idle split and every event"),
+        (f"vllm serve {run_dir}/model", "the trained weights, a Hugging Face directory, behind an OpenAI API"),
+        (f"headrace run {run_dir}/config.yaml --set staleness.bound={bound}", compare),
+    ]
 
 
 def _thinned(points: list[tuple[int, float]], most: int = 6) -> list[tuple[int, float]]:

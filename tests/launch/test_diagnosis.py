@@ -159,6 +159,13 @@ def test_the_bottleneck_over_the_whole_run(state: Any) -> None:
     assert slow.what == "engines are idle 40 % of a step: learning is the bottleneck"
 
 
+def test_groups_without_signal_are_the_first_cause(state: Any) -> None:
+    drops = [{"time": 1000.0, "event": "dropped", "reason": "zero_signal", "ordinals": list(range(100))}]
+    first, second = (f for f in diagnose(state(events=drops)) if f.severity == "slow")
+    assert first.what == "100 groups had answers that were all equally good, against 32 trained"
+    assert "learning is the bottleneck" in second.what
+
+
 def test_status_shows_the_run_on_one_screen(state: Any) -> None:
     s = state(events=[{"time": 1001.0, "event": "evaluation", "version": 0, "name": "held_out", "score": 0.125}])
     text = status_text(s)

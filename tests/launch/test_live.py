@@ -60,6 +60,19 @@ def test_without_a_terminal_each_thing_is_one_plain_line(make_config: Any) -> No
     assert "\x1b" not in out.getvalue()
 
 
+def test_a_trouble_that_repeats_is_not_said_every_time(make_config: Any) -> None:
+    live, out = view(make_config(), terminal=False)
+    for n in range(100):
+        live.event({"event": "alarm", "what": "no_signal", "detail": f"step {n}"})
+        live.event({"event": "alarm", "what": "canary", "detail": "0.3"} if n == 50 else {"event": "dropped"})
+    assert out.getvalue().splitlines() == [
+        "! alarm what=no_signal detail=step 0",
+        "! alarm what=no_signal detail=step 9 (10 times so far)",
+        "! alarm what=canary detail=0.3",
+        "! alarm what=no_signal detail=step 99 (100 times so far)",
+    ]
+
+
 def test_on_a_terminal_the_panel_says_the_same(make_config: Any) -> None:
     live, out = view(make_config({"run": {"steps": 8}}), terminal=True)
     with live:
@@ -104,8 +117,8 @@ def test_the_panel_may_be_drawn_while_the_driver_feeds_it(make_config: Any) -> N
 @pytest.mark.parametrize(
     ("over", "summary", "expected"),
     [
-        ({}, {"outcome": "finished"}, ["report.html", "headrace export", "staleness.bound=0"]),
-        ({"staleness": {"bound": 0}}, {"outcome": "finished"}, ["report.html", "headrace export", "staleness.bound=2"]),
+        ({}, {"outcome": "finished"}, ["report.html", "vllm serve", "staleness.bound=0"]),
+        ({"staleness": {"bound": 0}}, {"outcome": "finished"}, ["report.html", "vllm serve", "staleness.bound=2"]),
         ({}, {"outcome": "stopped", "reason": "Ctrl-C"}, ["--resume", "headrace why", "headrace report"]),
         ({}, {"outcome": "failed", "reason": "x"}, ["--resume", "headrace why", "headrace report"]),
     ],
