@@ -71,7 +71,7 @@ def test_a_prompt_longer_than_the_context_names_its_row(capsys, tmp_path, tiny_l
     rows = [{"prompt": "ab", "answer": "b"}] * 3 + [{"prompt": "x" * 700, "answer": "x"}]
     long.write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = refusal(capsys, tmp_path, f"model.path={tiny_llama}", f"prompts.path={long}", "prompts.held_out=1")
-    assert "long.jsonl" in said and "700" in said
+    assert "long.jsonl line 4" in said and "701 tokens" in said  # 700 bytes and the start token
 
 
 def test_a_reward_that_cannot_be_imported(capsys, tmp_path, tiny_llama, prompts) -> None:
