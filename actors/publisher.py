@@ -61,7 +61,7 @@ class Publisher:
         config: WeightsConfig,
         rank: int,
         world: int,
-        event: Callable[..., object],
+        event: Callable[..., None],
         canaries: tuple[CanaryText, ...] = (),
     ) -> None:
         self._engine, self._rank, self._world = engine, rank, world
