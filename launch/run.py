@@ -26,6 +26,7 @@ from launch.observers import Observers
 from launch.plan import make_plan
 from launch.preflight import preflight
 from launch.run_dir import RunDirectory
+from launch.span_check import check_spans
 from launch.topology import Placement
 from rollout.errors import HeadraceError
 from rollout.event_log import EventLog, Row
@@ -66,7 +67,7 @@ def run(config: RunConfig, run_dir: Path, resume: bool = False) -> int:
             watch.until_trained()
             _drain_and_export(cluster, directory, view)
             watch.look()
-        outcome = _audit(directory)
+        outcome = _audit(directory, config.staleness.bound)
     except KeyboardInterrupt:
         outcome = {"outcome": "stopped", "reason": "interrupted"}
     except HeadraceError as error:
@@ -141,14 +142,17 @@ def _drain_and_export(cluster: Cluster, directory: RunDirectory, view: LiveView)
     cluster.call("learner", "export", str(directory.path / "model"))
 
 
-def _audit(directory: RunDirectory) -> dict[str, Any]:
+def _audit(directory: RunDirectory, bound: int) -> dict[str, Any]:
     """The books, by an auditor that shares no code with the ledger; every finding goes into audit.json."""
     from rollout.audit import audit
 
     found = audit(directory.journal, directory.trained_path)
-    (directory.path / "audit.json").write_text(json.dumps(found.as_row(), indent=1))
+    spans = check_spans(directory, bound)
+    row = found.as_row() | {"spans": {"groups": spans.groups, "tokens": spans.tokens, "wrong": spans.wrong}}
+    (directory.path / "audit.json").write_text(json.dumps(row, indent=1))
+    balanced = found.clean and not found.in_flight and not spans.wrong
     return {
-        "outcome": "finished" if found.clean and not found.in_flight else "unbalanced",
+        "outcome": "finished" if balanced else "unbalanced",
         "issued": found.issued,
         "trained": found.trained,
         "dropped": found.dropped,
