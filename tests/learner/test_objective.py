@@ -283,6 +283,37 @@ def test_an_unscored_answer_gives_no_loss_but_stays_in_the_denominator() -> None
     assert d.tokens == int(b.mask.sum())
 
 
+def test_a_dropped_token_stays_in_its_answers_length() -> None:
+    """Two answers of two tokens, one token dropped: 1/(2 answers x 2 tokens) for every other token, not 1/(2 x 1)."""
+    logp = torch.tensor([[-1.0, -1.0], [-1.0, torch.nan]], dtype=torch.float64, requires_grad=True)
+    ones = torch.ones(2, 2, dtype=torch.bool)
+    groups, ids = torch.tensor([0, 0]), torch.tensor([0, 0, 1, 1])
+    loss, _ = policy_loss(
+        choose("grpo", {"kl_coef": 0.0, "correction": "none"}), logprobs=logp,
+        behaviour_logprobs=-torch.ones(2, 2).double(),
+        advantages=torch.ones(2, 2).double(), mask=ones, group_ids=groups,
+        denominators=Denominators.count(ones.reshape(-1), ids, groups),
+    )  # fmt: skip
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(-0.75)
+    assert logp.grad is not None and logp.grad.reshape(-1).tolist() == pytest.approx([-0.25, -0.25, -0.25, 0])
+
+
+def test_an_answer_of_mixed_ages_has_one_clip_width_where_it_has_one_ratio() -> None:
+    """Ages 0 and 2, exponent 1: width 0.001 x (1 + 1). A ratio of 1.0015 is inside for the whole answer or nowhere."""
+    old = -torch.ones(1, 2).double()
+    leaf = (old + 0.0015).requires_grad_()
+    one = torch.ones(1, 2, dtype=torch.bool)
+    c = choose("gspo", {"clip_low": 0.001, "clip_high": 0.001, "staleness_clip": 1.0, "correction": "none"})
+    loss, metrics = policy_loss(
+        c, logprobs=leaf, old_logprobs=old, behaviour_logprobs=old, advantages=one.double(), mask=one,
+        group_ids=torch.tensor([0]), denominators=Denominators(2, 1, 1), staleness=torch.tensor([[0, 2]]),
+    )  # fmt: skip
+    loss.backward()
+    assert metrics.finish()["policy/clip_fraction"] == 0
+    assert leaf.grad is not None and leaf.grad[0, 0] == leaf.grad[0, 1] != 0
+
+
 def test_truncated_answers_are_masked_only_when_asked_for() -> None:
     b = Batch.of(10)
     truncated = torch.zeros(len(b.groups), dtype=torch.bool)
