@@ -123,12 +123,6 @@ def loglinear_alpha(v_theta: Tensor, v_mu: Tensor) -> Tensor:
     return ((gap - 1) / torch.where(gap == 0, torch.ones_like(gap), gap)).clamp(0, 1)
 
 
-def effective_sample_size(w: Tensor, mask: Tensor) -> Tensor:
-    """(sum w)^2 / (n sum w^2) in (0, 1]: share of tokens that an equally good on-policy batch would need."""
-    w = torch.where(mask, w, 0.0)
-    return w.sum() ** 2 / (mask.sum() * (w * w).sum()).clamp(min=torch.finfo(w.dtype).tiny)
-
-
 def mismatch_k3(log_w: Tensor) -> Tensor:
     """k3 estimate of KL(mu || pi_old) per token from mu's samples: w - 1 - log w >= 0; healthy near 1e-3."""
     d = log_w.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

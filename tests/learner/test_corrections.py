@@ -108,13 +108,6 @@ def test_loglinear_prox_lies_between_engine_and_learner() -> None:
     assert not prox.requires_grad
 
 
-def test_effective_sample_size() -> None:
-    mask = torch.tensor([1, 1, 1, 0]).bool()
-    assert float(corrections.effective_sample_size(torch.tensor([2.0, 2.0, 2.0, math.nan]), mask)) == pytest.approx(1)
-    assert float(corrections.effective_sample_size(torch.tensor([1.0, 0.0, 0.0, 7.0]), mask)) == pytest.approx(1 / 3)
-    assert float(corrections.effective_sample_size(torch.tensor([1.0]), torch.tensor([False]))) == 0
-
-
 @given(st.floats(-5, 5))
 def test_mismatch_k3_is_never_negative(log_w: float) -> None:
     got = float(corrections.mismatch_k3(torch.tensor([log_w], dtype=torch.float64)))
