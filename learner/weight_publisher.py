@@ -32,6 +32,7 @@ class WeightPublisher:
         """Nobody to wait for."""
 
     def announce(self, version: int) -> WeightManifest:
+        self._store.retract(version)
         if self._layout is None:
             self._layout = WeightManifest(version, tuple(spec_of(name, t) for name, t in self._source()))
         return WeightManifest(version, self._layout.tensors)

@@ -30,6 +30,7 @@ from rollout.versions import VersionSpan, WeightManifest
 from rollout.weight_inbox import manifest_from_plain, manifest_to_plain
 
 _SPAWN = mp.get_context("forkserver")
+_SPAWN.set_forkserver_preload(["rollout.light_engine", "rollout.weight_store"])
 Handler = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 

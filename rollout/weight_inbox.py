@@ -225,6 +225,9 @@ class WeightInbox:
             done = replace(begun, state="joined" if isinstance(result, GlooGroup) else "staged")
         except HeadraceError as error:
             done = replace(begun, state="failed", error=type(error).__name__, message=str(error))
+        except Exception as error:  # noqa: BLE001 - nobody else hears of it: a full disk, a store out of reach, a bug
+            message = f"{type(error).__name__}: {error}"
+            done = replace(begun, state="failed", error="WeightError", message=message)
         with self._lock:
             current = job == self._job
             if current:

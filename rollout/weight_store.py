@@ -66,11 +66,12 @@ class WeightStore:
     # --- the learner's side -------------------------------------------------------------------------------------------
 
     def publish(self, version: int, tensors: Iterable[NamedTensor]) -> Published:
-        """Write one version: a delta to the one before; an anchor every `anchor_every`, or where a delta saves little."""
+        """Write one version: a delta to the one before; an anchor every `anchor_every`, or if a delta saves little."""
         base = self._spool.serving
         staged = self._gather(version, tensors)
-        small = base is not None and _same_layout(base.manifest, staged.manifest)
-        if small and base is not None and self._since_anchor + 1 < self._anchor_every:
+        if base is not None and (base.manifest.version == version or not _same_layout(base.manifest, staged.manifest)):
+            base = None  # published a second time, or another model: nothing to build on
+        if base is not None and self._since_anchor + 1 < self._anchor_every:
             found = self._write_delta(staged, base)
             self._since_anchor += 1
         else:
@@ -81,6 +82,12 @@ class WeightStore:
         if found.base < 0:
             self._forget_old()
         return found
+
+    def retract(self, version: int) -> None:
+        """Take back a version that is about to be published again; nobody must fetch the old one meanwhile."""
+        path = f"{self._root}/v{version:08d}.json"
+        if self._fs.exists(path):
+            self._fs.rm_file(path)
 
     def _gather(self, version: int, tensors: Iterable[NamedTensor]) -> Staged:
         """Copy the learner's tensors into the free place, one at a time, digesting each."""
@@ -215,7 +222,7 @@ class WeightStore:
             for e, gaps in pieces:
                 name = e.name.removesuffix("/gaps")
                 spec, start, end = _find(where, name, step)
-                _, xor = next(pieces)
+                _, xor = next(pieces, (e, b""))
                 delta = Delta(int(metadata.get(name, 0)), gaps, xor)
                 weight_delta.apply(data[start:end], delta, getattr(torch, spec.dtype).itemsize)
                 place.release(start, end)
