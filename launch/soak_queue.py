@@ -34,7 +34,16 @@ from rollout.queue_client import QueueClient
 
 ROLES = ("server", "network", "producer-0", "producer-1", "scorer-0", "learner")
 FAULTS = ("kills", "stops", "torn")
-WRONGS = ("lost", "duplicated", "corrupt", "replayed_differently", "too_stale", "not_conserved", "unfinished", "steps_missing")
+WRONGS = (
+    "lost",
+    "duplicated",
+    "corrupt",
+    "replayed_differently",
+    "too_stale",
+    "not_conserved",
+    "unfinished",
+    "steps_missing",
+)
 
 
 class Seed:
@@ -92,9 +101,10 @@ class Seed:
             return
         if self.rng.random() < 0.3:
             self.faults["stops"] += 1
-            os.kill(process.pid, signal.SIGSTOP)
-            time.sleep(self.rng.choice([0.1, 0.4, 1.3]))
-            os.kill(process.pid, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # it may end in the same moment
+                os.kill(process.pid, signal.SIGSTOP)
+                time.sleep(self.rng.choice([0.1, 0.4, 1.3]))
+                os.kill(process.pid, signal.SIGCONT)
             return
         self.faults["kills"] += 1
         process.kill()
