@@ -41,7 +41,7 @@ class WeightPublisher:
         started = time.monotonic()
         published = self._store.publish(manifest.version, self._source())
         self.last_bytes = published.nbytes
-        return Sent(published.manifest, published.root, published.nbytes, time.monotonic() - started, 0.0)
+        return Sent(published.manifest, published.root, published.nbytes, time.monotonic() - started)
 
     def close_group(self) -> None:
         """Nothing to leave."""

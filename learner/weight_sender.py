@@ -3,9 +3,9 @@
     announce(version)  -> manifest without digests (names, types, shapes: known without the bytes)
     send(manifest)     -> manifest with digests; every tensor of the source is seen exactly once
 
-The source is a callable that yields `(name, tensor)`; a tensor has to live only until the next one is asked for, so
-under ZeRO-3 the gather of one tensor is alive while its bytes are copied, and at most two buckets are ours. Ranks
-other than 0 call `gather_along` so that the collective gathers match.
+The source is a callable that yields `(name, tensor)`; a tensor has to live only until the next one is asked for: by
+then its bytes were sent, or copied into one of our two buffers. So under ZeRO-3 one gathered tensor is alive at a
+time. Ranks other than 0 call `gather_along` so that the collective gathers match.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import xxhash
 
 from rollout.engine import Rendezvous
 from rollout.errors import WeightError
@@ -24,7 +25,7 @@ from rollout.weight_group import GlooGroup
 from rollout.weight_stream import (
     NamedTensor,
     as_bytes,
-    digest,
+    buckets,
     given_up,
     prologue,
     root_digest,
@@ -38,53 +39,75 @@ Source = Callable[[], Iterable[NamedTensor]]
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What one sending was: `Sent(manifest, root="9f2c...", nbytes=269060352, seconds=0.21, digest_s=0.017)`."""
+    """What one sending was: `Sent(manifest, root="9f2c...", nbytes=269060352, seconds=0.21)`."""
 
     manifest: WeightManifest
     root: str
     nbytes: int
     seconds: float
-    digest_s: float
 
 
 class _Pipe:
-    """Two buckets: one is filled while the other is on its way. A bucket is refilled only after it was sent."""
+    """Follows the plan of buckets: large pieces go from where they lie, small ones are gathered in one of two buffers.
 
-    def __init__(self, group: GlooGroup, bucket_bytes: int) -> None:
+    `push` returns when the tensor may die: its large pieces were sent, its small ones copied. A buffer is filled again
+    only after it was sent.
+    """
+
+    def __init__(self, group: GlooGroup, manifest: WeightManifest, bucket_bytes: int) -> None:
         self._group = group
+        self._plan = buckets([t.nbytes for t in manifest.tensors], bucket_bytes)
         self._buffers = [torch.empty(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
         self._tickets: list[int | None] = [None, None]
-        self._turn = self._filled = 0
-        self.pushed = 0
+        self._turn = self._next = 0
+        self._at = 0  # bytes pushed
 
-    def push(self, data: torch.Tensor) -> None:
-        at, n = 0, data.numel()
-        size = self._buffers[0].numel()
-        while at < n:
-            take = min(size - self._filled, n - at)
-            self._await(self._turn)
-            self._buffers[self._turn][self._filled : self._filled + take].copy_(data[at : at + take])
-            self._filled += take
-            at += take
-            self.pushed += take
-            if self._filled == size:
-                self.flush()
+    def push(self, data: torch.Tensor) -> str:
+        """Send or copy one tensor's bytes; returns its digest. Each piece is digested just before it goes, while it
+        is in the processor's cache anyway."""
+        start, end = self._at, self._at + data.numel()
+        direct: list[int] = []
+        proof = xxhash.xxh3_128()
+        while self._next < len(self._plan) and self._at < end:
+            bucket = self._plan[self._next]
+            upto = min(bucket.end, end)
+            piece = data[self._at - start : upto - start]
+            proof.update(piece.numpy())
+            if bucket.start >= start and bucket.end <= end:
+                direct.append(self._group.broadcast(piece))
+            else:
+                self._gather(piece, self._at - bucket.start)
+                if upto == bucket.end:
+                    self._send_gathered(bucket.end - bucket.start)
+            self._at = upto
+            self._next += upto == bucket.end
+            while len(direct) > 1:  # one on its way while the next is handed over
+                self._group.wait(direct.pop(0))
+        for ticket in direct:
+            self._group.wait(ticket)
+        return proof.hexdigest()
 
-    def pad(self, nbytes: int) -> None:
-        """Fill up to `nbytes` with zeros (the source failed; receivers still expect that many)."""
-        self.push(torch.zeros(1, dtype=torch.uint8).expand(max(nbytes - self.pushed, 0)))
-
-    def flush(self) -> None:
-        if self._filled:
-            self._tickets[self._turn] = self._group.broadcast(self._buffers[self._turn][: self._filled])
-            self._turn, self._filled = 1 - self._turn, 0
+    def pad(self) -> None:
+        """Send zeros for what is missing (the source failed; receivers still expect that many bytes)."""
+        left = (self._plan[-1].end if self._plan else 0) - self._at
+        while left > 0:
+            piece = torch.zeros(min(left, self._buffers[0].numel()), dtype=torch.uint8)
+            self.push(piece)
+            left -= piece.numel()
 
     def finish(self, tail: torch.Tensor) -> None:
-        """Send what is left, then the trailer; both buckets are ours again."""
-        self.flush()
+        """Both buffers are sent; the trailer ends the stream."""
         self._await(0)
         self._await(1)
         self._group.wait(self._group.broadcast(tail))
+
+    def _gather(self, piece: torch.Tensor, at: int) -> None:
+        self._await(self._turn)
+        self._buffers[self._turn][at : at + piece.numel()].copy_(piece)
+
+    def _send_gathered(self, n: int) -> None:
+        self._tickets[self._turn] = self._group.broadcast(self._buffers[self._turn][:n])
+        self._turn = 1 - self._turn
 
     def _await(self, which: int) -> None:
         ticket, self._tickets[which] = self._tickets[which], None
@@ -138,36 +161,31 @@ class WeightSender:
             raise WeightError(f"no weight group to send version {manifest.version} to; invite engines first")
         started = time.monotonic()
         group.start_clock()
-        pipe = _Pipe(group, self.bucket_bytes)
+        pipe = _Pipe(group, manifest, self.bucket_bytes)
         try:
             group.wait(group.broadcast(prologue(group.rendezvous.epoch, manifest, self.bucket_bytes)))
-            digests, digest_s = self._stream(pipe, manifest)
+            digests = self._stream(pipe, manifest)
             pipe.finish(trailer(digests))
         except BaseException:
             if not group.broken:
-                pipe.pad(manifest.nbytes)
+                pipe.pad()
                 pipe.finish(given_up(len(manifest.tensors)))
             raise
         finally:
             if group.broken:
                 self.close_group()
         proven = sealed(manifest, digests)
-        return Sent(proven, root_digest(proven), manifest.nbytes, time.monotonic() - started, digest_s)
+        return Sent(proven, root_digest(proven), manifest.nbytes, time.monotonic() - started)
 
-    def _stream(self, pipe: _Pipe, manifest: WeightManifest) -> tuple[list[str], float]:
+    def _stream(self, pipe: _Pipe, manifest: WeightManifest) -> list[str]:
         digests: list[str] = []
-        digest_s = 0.0
         for i, (name, tensor) in enumerate(self._source()):
             self._check(manifest, i, name, tensor)
-            data = as_bytes(tensor)
-            at = time.perf_counter()
-            digests.append(digest(data).hex())
-            digest_s += time.perf_counter() - at
-            pipe.push(data)
+            digests.append(pipe.push(as_bytes(tensor)))
         if len(digests) != len(manifest.tensors):
             missing = manifest.tensors[len(digests)].name
             raise WeightError(f"the learner yielded {len(digests)} tensors; {missing} was announced and is missing")
-        return digests, digest_s
+        return digests
 
     @staticmethod
     def _check(manifest: WeightManifest, i: int, name: str, tensor: torch.Tensor) -> None:

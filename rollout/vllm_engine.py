@@ -4,7 +4,7 @@
     generate  -> one request, n samples        -> decodes in continuous batches
     stage     -> "stage", then poll "status"   -> a receiver thread fills the spool while decoding goes on
     commit    -> pause(keep)                   -> the running batch step ends, requests stay
-                 start / update / finish       -> loads the proven bytes, mends tied heads
+                 load                          -> vLLM's update session: the proven bytes; mends tied heads
                  set the version, resume       -> tokens from here on carry the new version
 
 The version is set between the load and the resume, so a token is always stamped with the weights that made it
@@ -14,6 +14,7 @@ The version is set between the load and the resume, so a token is always stamped
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -152,6 +153,8 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
+            del llm
+            gc.collect()  # its destructor shuts down once more, which fails when Python itself is ending
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
@@ -274,8 +277,8 @@ class VllmEngine:
 
     async def _commit(self, version: int) -> CommitReport:
         llm = self._llm
-        started = time.monotonic()
         token = await self._pauses.hold(f"commit of version {version}", ttl_s=2 * self.settings.timeout_s)
+        started = time.monotonic()  # the step under way has ended: from here on generation stands still
         try:
             with _death_named(f"the commit of version {version}"):
                 async with asyncio.timeout(self.settings.timeout_s):
@@ -294,19 +297,15 @@ class VllmEngine:
         return self._last_commit
 
     async def _load(self, llm: Any, version: int) -> float:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        started = time.monotonic()
-        await llm.start_weight_update()
-        await llm.update_weights(
-            WeightTransferUpdateRequest(update_info={"version": version, "mend": self.settings.mend})
-        )
-        await llm.finish_weight_update(str(version))
-        return time.monotonic() - started
+        seconds = await llm.collective_rpc("headrace_load", args=(version, self.settings.mend))
+        await llm.update_weight_version(str(version))  # still paused: no token between the weights and their name
+        return float(max(seconds))
 
     async def _pause(self) -> None:
         with _death_named("a pause"):
-            await self._llm.pause_generation(mode="keep", clear_cache=self.settings.kv_policy == "recompute")
+            # vLLM's pause_generation sleeps 20 ms for the looks of it; its own scheduler call is the pause itself
+            clear = self.settings.kv_policy == "recompute"
+            await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
 
     async def _resume(self) -> None:
         if self._llm is not None and not self._llm.errored:

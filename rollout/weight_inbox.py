@@ -26,7 +26,6 @@ from rollout.weight_group import GlooGroup
 from rollout.weight_spool import Spool, Staged
 from rollout.weight_stream import (
     DIGEST_BYTES,
-    MAGIC,
     PROLOGUE_WORDS,
     DigestTrail,
     buckets,
@@ -38,8 +37,6 @@ from rollout.weight_stream import (
     root_digest,
     sealed,
 )
-
-_LARGEST_BUCKET = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +87,10 @@ def receive(group: GlooGroup, manifest: WeightManifest, spool: Spool, bucket_byt
     try:
         check_prologue(head, prologue(group.rendezvous.epoch, manifest, bucket_bytes))
     except WeightError:
-        _stay_in_step(group, head)
+        _stay_in_step(group, manifest, head, bucket_bytes)
         raise
     trail = DigestTrail(manifest)
-    plan = buckets(manifest.nbytes, bucket_bytes)
+    plan = buckets([t.nbytes for t in manifest.tensors], bucket_bytes)
     works = [group.broadcast(data[b.start : b.end]) for b in plan[:1]]
     for i, bucket in enumerate(plan):
         group.wait(works.pop())
@@ -108,15 +105,15 @@ def receive(group: GlooGroup, manifest: WeightManifest, spool: Spool, bucket_byt
     return Staged(proven, root_digest(proven), place)
 
 
-def _stay_in_step(group: GlooGroup, head: torch.Tensor) -> None:
-    """Let a stream that we refuse pass by, as its own prologue says how long it is: the group stays of use."""
-    magic, _, _, _, nbytes, tensors, bucket_bytes, _ = head.tolist()
-    if magic != MAGIC or not 0 < bucket_bytes <= _LARGEST_BUCKET:
+def _stay_in_step(group: GlooGroup, manifest: WeightManifest, head: torch.Tensor, bucket_bytes: int) -> None:
+    """Let a stream that we refuse pass by, if its sizes are the announced ones: the group stays of use."""
+    sizes = [t.nbytes for t in manifest.tensors]
+    if head.tolist()[4:7] != [sum(sizes), len(sizes), bucket_bytes]:
         return
-    scratch = torch.empty(max(bucket_bytes, DIGEST_BYTES * tensors), dtype=torch.uint8)
-    for bucket in buckets(nbytes, bucket_bytes):
+    scratch = torch.empty(max(bucket_bytes, DIGEST_BYTES * len(sizes)), dtype=torch.uint8)
+    for bucket in buckets(sizes, bucket_bytes):
         group.wait(group.broadcast(scratch[: bucket.end - bucket.start]))
-    group.wait(group.broadcast(scratch[: DIGEST_BYTES * tensors]))
+    group.wait(group.broadcast(scratch[: DIGEST_BYTES * len(sizes)]))
 
 
 def _pull(url: str, manifest: WeightManifest, spool: Spool, timeout_s: float) -> Staged:

@@ -1,5 +1,5 @@
-"""Proves: every fault of the matrix, on the gloo and the store plane, is caught before a token is served by anything but
-proven weights, is named, and is recovered from or ended within the deadline; and docs/weights.md says just that."""
+"""Proves: every fault of the matrix, on the gloo and the store plane, is caught before a token is served by anything
+but proven weights, is named, and is recovered from or ended within the deadline; docs/weights.md says just that."""
 
 from __future__ import annotations
 

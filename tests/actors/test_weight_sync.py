@@ -41,7 +41,7 @@ class FakeSender:
         if self.fail_sends:
             self.fail_sends -= 1
             raise WeightError("weight group broke")
-        return Sent(manifest, self.root, 10, 0.1, 0.01)
+        return Sent(manifest, self.root, 10, 0.1)
 
     async def close_group(self):
         self.log.append("close")

@@ -1,5 +1,5 @@
-"""Proves, with the real vLLM on CPU and a model with a tied output head: vLLM's reload leaves the head stale (the day it no
-longer does is noticed), the digests do not see it, the canary does, and the mend ends it."""
+"""Proves, with the real vLLM on CPU and a model with a tied output head: vLLM's reload leaves the head stale (the day
+it no longer does is noticed), the digests do not see it, the canary does, and the mend ends it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,16 @@ def test_the_mend_repacks_what_the_reload_passed_over_and_nothing_else() -> None
     kernel = model["embed"].cpu_linear
     assert model["head"].cpu_linear(torch.ones(1, 2)).sum() == 0
     assert mend_packed(model, before) == ["head"]
-    assert model["head"].cpu_linear(torch.ones(1, 2)).sum() == 4 and model["embed"].cpu_linear is kernel
+    assert model["head"].cpu_linear(torch.ones(1, 2)).sum() == 4
+    assert model["embed"].cpu_linear is kernel is model["head"].cpu_linear  # one packed copy serves both
+
+
+def test_the_mend_repacks_a_module_that_shares_with_nobody() -> None:
+    model = torch.nn.ModuleDict({"head": Packing(torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False))})
+    before = packed_state(model)
+    model["head"].weight.data.fill_(1.0)
+    assert mend_packed(model, before) == ["head"]
+    assert model["head"].cpu_linear(torch.ones(1, 2)).sum() == 4
 
 
 def test_a_layer_that_got_nothing_and_cannot_be_repacked_is_an_error() -> None:

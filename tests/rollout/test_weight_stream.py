@@ -58,10 +58,24 @@ def test_digests_do_not_depend_on_the_chunking(sizes: list[int]) -> None:
     assert trail.digests == [digest(as_bytes(t)).hex() for t in tensors.values()]
 
 
-def test_buckets_tile_the_bytes() -> None:
-    tiles = buckets(20, 8)
-    assert [(b.start, b.end) for b in tiles] == [(0, 8), (8, 16), (16, 20)]
-    assert buckets(0, 8) == []
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 100), max_size=20), st.integers(8, 64))
+def test_buckets_tile_the_bytes(sizes: list[int], bucket_bytes: int) -> None:
+    at = 0
+    for b in buckets(sizes, bucket_bytes):
+        assert b.start == at and 0 < b.end - b.start <= bucket_bytes
+        at = b.end
+    assert at == sum(sizes)
+
+
+def test_large_tensors_have_buckets_of_their_own() -> None:
+    assert [(b.start, b.end) for b in buckets([1, 1, 200, 1, 1], 80)] == [
+        (0, 2),
+        (2, 82),
+        (82, 162),
+        (162, 202),
+        (202, 204),
+    ]
 
 
 def test_views_give_back_the_tensors() -> None:
@@ -77,7 +91,7 @@ def test_one_flipped_bit_names_its_tensor() -> None:
     data[70 + 3 + 4] ^= 16  # in "norm"
     trail = DigestTrail(manifest)
     trail.update(data)
-    with pytest.raises(WeightError, match="^norm of version 1"):
+    with pytest.raises(WeightError, match=r"^norm of version 1"):
         check_digests(manifest, read_trailer(trailer(sent)), trail.digests)
 
 
