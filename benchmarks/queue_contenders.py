@@ -106,12 +106,14 @@ def our_server(pipe: Connection, durability: str) -> None:
 
     while True:
         order: Order = pipe.recv()
+        began = time.process_time()
         folder = tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=order.get("dir"))
         bound = 0 if order.get("latency") else AHEAD - 1
         settings = LedgerSettings(order["samples"] // 8, 8, bound=bound, max_steps=order["steps"], zero_signal="train")
         with folder, QueueServer(settings, Path(folder.name) / "journal", durability=durability) as server:  # type: ignore[arg-type]
             pipe.send(server.endpoint)
             pipe.recv()
+            pipe.send(time.process_time() - began)
 
 
 def our_producer(pipe: Connection) -> None:
@@ -128,7 +130,8 @@ def our_producer(pipe: Connection) -> None:
             Trajectory(step["input_ids"][i], step["mask"][i], step["logprobs"][i], spans, Status.FINISHED)
             for i in range(order["samples"])
         ]
-        times = []
+        times: list[tuple[int, float]] = []
+        began = time.process_time()
         with QueueClient(endpoint, "producer") as queue:
             pipe.send(time.monotonic())
             try:
@@ -147,7 +150,7 @@ def our_producer(pipe: Connection) -> None:
                     queue.submit(groups)
             except Drained:
                 pass
-        pipe.send(times)
+        pipe.send((times, time.process_time() - began))
 
 
 def our_scorer(pipe: Connection) -> None:
@@ -159,12 +162,14 @@ def our_scorer(pipe: Connection) -> None:
         endpoint, order = pipe.recv()
         with QueueClient(endpoint, "scorer") as queue:
             pipe.send("ready")
+            began = time.process_time()
             try:
                 while True:
                     groups = queue.lease_scoring(order["samples"] // 8, wait_s=30.0)
                     queue.score({g.ordinal: verdicts for g in groups})
             except Drained:
                 pass
+        pipe.send(time.process_time() - began)
 
 
 def ours(durability: str) -> None:
@@ -181,7 +186,7 @@ def ours(durability: str) -> None:
             scorer.send((endpoint, order))
             scorer.recv()
             producer.send((endpoint, order))
-            started = producer.recv()
+            started, began = producer.recv(), time.process_time()
             for step in range(order["steps"]):
                 groups = queue.take(step, wait_s=60.0)
                 now = time.monotonic()
@@ -189,12 +194,22 @@ def ours(durability: str) -> None:
                 assert sum(len(g.trajectories) for g in groups) == order["samples"]
                 queue.trained(step, step + 1)
                 queue.release(step + 1)
+                if step % 4 == 3:
+                    queue.commit(step)  # as after a checkpoint: what was trained is forgotten, like kv_clear
             seconds = time.monotonic() - started
             queue.commit(order["steps"] - 1)
-            put = dict(producer.recv())
+            cpu = {"consumer": time.process_time() - began}
+            times, cpu["producer"] = producer.recv()
+            put, cpu["scorer"] = dict(times), scorer.recv()
         server.send("close")
+        cpu["server"] = server.recv()
         waits = np.array([taken[o] - put[o] for o in taken]) * 1e3
-        return {"seconds": seconds, "p50": float(np.percentile(waits, 50)), "p99": float(np.percentile(waits, 99))}
+        return {
+            "seconds": seconds,
+            "cpu": cpu,
+            "p50": float(np.percentile(waits, 50)),
+            "p99": float(np.percentile(waits, 99)),
+        }
 
     serve(measure)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +172,7 @@ def learner(plan: Plan) -> None:
 
 def role(plan: Plan, name: str) -> None:
     """The body of every process. Dies with the process that started it."""
+    sys.stderr = open(plan.path(f"{name}.log"), "a")  # noqa: SIM115 (for the life of the process)
     kind = name.split("-")[0]
     if kind in ("producer", "scorer"):
         {"producer": producer, "scorer": scorer}[kind](plan, name)

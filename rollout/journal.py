@@ -5,7 +5,7 @@
     recover the newest snapshot and what follows it, up to the first torn record
 
     durability   an acknowledged submit survives
-    memory       nothing (no journal is written; a restarted learner is still served)
+    memory       nothing: the files lie in memory and hold payload only (a restarted learner is still served)
     os           the death of any process
     fsync        a power cut
 
@@ -16,7 +16,9 @@ the last good write is cut off or, where the disk refuses even that, left behind
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +41,7 @@ from rollout.journal_segments import (
 )
 from rollout.wire import Buffer, frame_bytes, pack, unpack
 
-__all__ = ["SEGMENT", "Durability", "Journal", "MemoryJournal", "Stalled", "Torn", "read_groups"]
+__all__ = ["SEGMENT", "Durability", "Journal", "MemoryJournal", "Stalled", "Torn", "memory_folder", "read_groups"]
 
 Durability = Literal["memory", "os", "fsync"]
 SEGMENT = 128 << 20
@@ -71,6 +73,7 @@ class Journal:
     ) -> None:
         self.folder, self.durability, self.segment_bytes, self.retain = folder, durability, segment_bytes, retain
         self.disk = disk or Disk()
+        self.checks = durability != "memory"
         self.torn: list[Torn] = []
         self.live: Counter[int] = Counter()  # segment -> groups that are still needed
         self.syncs = self.bytes_written = 0
@@ -98,6 +101,10 @@ class Journal:
     def recover(self) -> Iterator[tuple[Any, Ref]]:
         """(meta, ref) of everything since the newest good snapshot, which comes first; nothing in a new folder."""
         numbers = segment_numbers(self.folder)
+        if self.durability == "memory":
+            for number in numbers:
+                segment_path(self.folder, number).unlink()
+            return
         start = next((n for n in reversed(numbers) if self._opens_with_snapshot(n)), None)
         if numbers and start is None:
             raise QueueError(
@@ -137,7 +144,7 @@ class Journal:
 
     def append(self, meta: Buffer, body: Sequence[Buffer] = ()) -> Ref:
         """Queue one record; it is on disk when `flush` returns."""
-        head = record_head(meta, body)
+        head = record_head(meta, body, self.checks)
         ref = Ref(self._number, self._end + self._batch_bytes, len(meta), frame_bytes(body))
         self._batch += (head, meta, *body)
         self._batch_bytes += ref.end - ref.offset
@@ -175,19 +182,25 @@ class Journal:
         return True
 
     def _open_segment(self, number: int, snapshot: Any) -> None:
+        """Write it under another name first: a segment that exists opens with a whole snapshot."""
         path = segment_path(self.folder, number)
+        draft = path.with_suffix(".draft")
         meta = pack(["snapshot", snapshot])
         fd = -1
         try:
-            fd = self.disk.open(path)
+            draft.unlink(missing_ok=True)
+            fd = self.disk.open(draft)
             end = self.disk.write(fd, [TITLE, record_head(meta, ()), meta], 0)
             if self.durability == "fsync":
                 self.disk.sync(fd)
+            draft.rename(path)
+            if self.durability == "fsync":
                 self.disk.sync_folder(self.folder)
         except OSError as error:
             if fd >= 0:
                 self.disk.close(fd)
-            path.unlink(missing_ok=True)
+            for name in (draft, path):
+                name.unlink(missing_ok=True)
             raise Stalled(f"{path}: {error.strerror or error}") from error
         if self._fd >= 0:
             self.disk.close(self._fd)
@@ -204,7 +217,8 @@ class Journal:
         for number in segment_numbers(self.folder):
             if number < self._number and self.live[number] <= 0:
                 try:
-                    archive(self.folder, number)
+                    if self.checks:
+                        archive(self.folder, number)
                 except OSError:
                     return  # no room for the archive: the segment stays for now
                 segment_path(self.folder, number).unlink()
@@ -212,7 +226,7 @@ class Journal:
 
     def read(self, ref: Ref) -> tuple[bytes, memoryview]:
         """(group header, body) of a group record. Raises QueueError if it is damaged."""
-        meta, body = read_record(self.folder, ref)
+        meta, body = read_record(self.folder, ref, self.checks)
         row = unpack(meta, "journal")
         if not (isinstance(row, list) and len(row) == 3 and row[0] == "group"):
             raise WireError("journal", f"the record at byte {ref.offset} of segment {ref.segment} is not a group")
@@ -223,14 +237,28 @@ class Journal:
             self.disk.close(self._fd)
         os.close(self._lock)
         self._fd = -1
+        if self.durability == "memory":
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def memory_folder(journal_dir: Path, room: int) -> Path | None:
+    """A folder in memory for this run's payload, or None if there is no such file system with room for it."""
+    base = Path("/dev/shm")
+    if not os.access(base, os.W_OK):
+        return None
+    space = os.statvfs(base)
+    if space.f_bavail * space.f_frsize < room:
+        return None
+    name = hashlib.blake2b(str(journal_dir.resolve()).encode(), digest_size=8).hexdigest()
+    return base / f"headrace-{os.getuid()}" / name
 
 
 class MemoryJournal(Journal):
-    """durability "memory": takes everything, writes nothing."""
+    """durability "memory" where no memory file system has room: takes everything, writes nothing."""
 
     def __init__(self) -> None:  # no folder, no lock
         self.live, self.torn = Counter(), []
-        self.durability, self.syncs, self.bytes_written = "memory", 0, 0
+        self.durability, self.syncs, self.bytes_written, self.folder = "memory", 0, 0, Path("/nowhere")
 
     def recover(self) -> Iterator[tuple[Any, Ref]]:
         return iter(())

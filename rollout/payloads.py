@@ -1,6 +1,9 @@
-"""The groups themselves, unopened: in memory while they wait, on disk (in the journal) until they are settled.
+"""The groups themselves, unopened: written to the journal once, and read there by whoever needs them.
 
-submitted -> held in memory, counted against `max_bytes` -> trained: memory let go -> settled: forgotten
+    submitted -> counted against `max_bytes`, in memory until the journal has it -> trained: no longer counted
+              -> settled (committed, dropped): forgotten
+
+Clients on the same host read the journal's files themselves (`place`); for the others the server reads them (`get`).
 """
 
 from __future__ import annotations
@@ -8,20 +11,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rollout.journal import Journal
+from rollout.journal import Journal, MemoryJournal
 from rollout.journal_segments import Ref
 from rollout.wire import Buffer, frame_bytes, read_header
 
 
 @dataclass(slots=True)
 class Payload:
-    """One group: its header and frames if they are in memory, and where the journal has them."""
+    """One group: where the journal has it, and what of it is in memory."""
 
     ref: Ref
-    header: Buffer | None
-    frames: Sequence[Buffer] | None
     nbytes: int
-    tokens_end: int | None  # None: not yet read from the header
+    header: Buffer | None = None
+    frames: Sequence[Buffer] | None = None
+    tokens_end: int | None = None  # None: not yet read from the header
+    counted: bool = False
 
 
 class Payloads:
@@ -30,16 +34,27 @@ class Payloads:
     def __init__(self, journal: Journal, max_bytes: int) -> None:
         self.journal, self.max_bytes = journal, max_bytes
         self.held: dict[int, Payload] = {}
-        self.bytes_in_memory = 0
+        self.bytes_waiting = 0  # of groups that no learner has trained yet
+        self._fresh: list[Payload] = []  # not yet flushed
+        self.files = not isinstance(journal, MemoryJournal)
 
     def put(self, ordinal: int, ref: Ref, header: Buffer, frames: Sequence[Buffer], tokens_end: int) -> None:
-        self.held[ordinal] = Payload(ref, header, frames, frame_bytes(frames), tokens_end)
-        self.bytes_in_memory += self.held[ordinal].nbytes
+        payload = Payload(ref, frame_bytes(frames), bytes(header), frames, tokens_end, counted=True)
+        self.held[ordinal] = payload
+        self.bytes_waiting += payload.nbytes
+        if self.files:
+            self._fresh.append(payload)
 
     def put_on_disk(self, ordinal: int, ref: Ref) -> None:
-        """A group that recovery found: it stays on disk until somebody asks for it."""
-        self.held[ordinal] = Payload(ref, None, None, ref.body, None)
+        """A group that recovery found."""
+        self.held[ordinal] = Payload(ref, ref.body)
         self.journal.live[ref.segment] += 1
+
+    def flushed(self) -> None:
+        """The journal has everything: memory need not."""
+        for payload in self._fresh:
+            payload.frames = None
+        self._fresh.clear()
 
     def get(self, ordinal: int) -> tuple[Buffer, Sequence[Buffer]]:
         """(header, frames). Raises QueueError if the disk damaged it."""
@@ -52,9 +67,7 @@ class Payloads:
     def tokens_only(self, ordinal: int) -> tuple[Buffer, Sequence[Buffer]]:
         """The part a scorer reads: prompt and answer ids."""
         header, frames = self.get(ordinal)
-        end = self.held[ordinal].tokens_end
-        left = read_header(header).tokens_end if end is None else end
-        part: list[Buffer] = []
+        left, part = self._tokens_end(ordinal, header), []
         for frame in frames:
             if left <= 0:
                 break
@@ -62,24 +75,36 @@ class Payloads:
             left -= len(part[-1])
         return header, part
 
-    def room_for(self, nbytes: int) -> bool:
-        return self.bytes_in_memory + nbytes <= self.max_bytes or not self.bytes_in_memory
+    def place(self, ordinal: int, full: bool) -> tuple[Buffer, list[int]]:
+        """(header, [segment, offset, bytes]): where a client on this host finds the arrays itself."""
+        payload = self.held[ordinal]
+        header = payload.header if payload.header is not None else self.journal.read(payload.ref)[0]
+        nbytes = payload.nbytes if full else self._tokens_end(ordinal, header)
+        return header, [payload.ref.segment, payload.ref.body_at, nbytes]
 
-    def unload(self, ordinals: Iterable[int]) -> None:
-        """Let the memory go and keep the disk's copy; without a journal memory is all there is, and stays."""
-        if self.journal.durability == "memory":
-            return
+    def _tokens_end(self, ordinal: int, header: Buffer) -> int:
+        payload = self.held[ordinal]
+        if payload.tokens_end is None:
+            payload.tokens_end = read_header(header).tokens_end
+        return payload.tokens_end
+
+    def room_for(self, nbytes: int) -> bool:
+        return self.bytes_waiting + nbytes <= self.max_bytes or not self.bytes_waiting
+
+    def trained(self, ordinals: Iterable[int]) -> None:
+        """No longer counted; still readable, should the learner restart."""
         for ordinal in ordinals:
-            payload = self.held.get(ordinal)
-            if payload and payload.frames is not None:
-                self.bytes_in_memory -= payload.nbytes
-                payload.header = payload.frames = None
+            if ordinal in self.held:
+                self._discount(self.held[ordinal])
 
     def forget(self, ordinals: Iterable[int]) -> None:
         """Settled: committed or dropped."""
         for ordinal in ordinals:
             payload = self.held.pop(ordinal, None)
             if payload:
-                if payload.frames is not None:
-                    self.bytes_in_memory -= payload.nbytes
+                self._discount(payload)
                 self.journal.forget(payload.ref)
+
+    def _discount(self, payload: Payload) -> None:
+        self.bytes_waiting -= payload.nbytes * payload.counted
+        payload.counted = False

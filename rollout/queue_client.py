@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from rollout.errors import DeadlineError, Drained, HeadraceError, QueueError, WireError
 from rollout.ledger_states import Lease
+from rollout.local_payloads import LocalPayloads, Place
 from rollout.queue_connection import BEAT, Answer, Connection
 from rollout.queue_keys import ClientKeys
 from rollout.queue_protocol import WAIT_SLICE, pack_blobs, split_blobs
@@ -61,6 +62,7 @@ class Calls:
         self.holder, self.patience_s = holder, patience_s
         self.connection = Connection(endpoint, holder, keys, beat_s)
         self._since_said = time.monotonic()
+        self._local: LocalPayloads | bool | None = None  # None: not yet looked
 
     def _drive(self, plan: Plan[Any]) -> Any:
         raise QueueError("use QueueClient or AsyncQueueClient")
@@ -148,10 +150,11 @@ class Calls:
             self.connection.leases.pop(ordinal, None)
 
     def _lease_scoring(self, n: int, wait_s: float, full: bool) -> Plan[list[Group]]:
-        answer, _ = yield from self._await("lease_scoring", {"n": n, "full": full}, wait_s)
+        local = yield from self._locally()
+        answer, _ = yield from self._await("lease_scoring", {"n": n, "full": full, "local": local}, wait_s)
         if answer is None:
             return []
-        blobs = split_blobs(answer.ok["groups"], answer.blobs, "reply")
+        blobs = self._bodies(answer)
         return (yield from self._decoded(answer.ok["ordinals"], blobs, [None] * len(blobs)))
 
     def _score(self, verdicts: Mapping[int, Sequence[Verdict]]) -> Plan[dict[int, str]]:
@@ -163,12 +166,27 @@ class Calls:
         return dict(zip(verdicts, answer.ok["outcomes"], strict=True))
 
     def _take(self, step: int, rank: int, world: int, wait_s: float) -> Plan[list[Group]]:
-        answer, why = yield from self._await("take", {"step": step, "rank": rank, "world": world}, wait_s)
+        local = yield from self._locally()
+        asked = {"step": step, "rank": rank, "world": world, "local": local}
+        answer, why = yield from self._await("take", asked, wait_s)
         if answer is None:
             raise DeadlineError(f"step {step}", wait_s, why)
-        blobs = split_blobs(answer.ok["groups"], answer.blobs, "reply")
+        blobs = self._bodies(answer)
         verdicts = [read_verdicts(rows, "reply.verdicts") for rows in answer.ok["verdicts"]]
         return (yield from self._decoded(answer.ok["ordinals"], blobs, verdicts))
+
+    def _locally(self) -> Plan[bool]:
+        """Whether the payload can be read where it lies; found out once."""
+        if self._local is None:
+            answer = yield from self._insist("where", {})
+            self._local = LocalPayloads.find(answer.ok["folder"], answer.epoch) or False
+        return bool(self._local)
+
+    def _bodies(self, answer: Answer) -> list[tuple[Buffer, Sequence[Any]]]:
+        """(header, frames) of each group; frames that lie in the journal are fetched when they are decoded."""
+        if "places" not in answer.ok:
+            return split_blobs(answer.ok["groups"], answer.blobs, "reply")
+        return [(header, Place(place)) for header, place in zip(answer.blobs, answer.ok["places"], strict=True)]
 
     def _decoded(
         self,
@@ -180,6 +198,8 @@ class Calls:
         groups, bad = [], {}
         for ordinal, (header, frames), judged in zip(ordinals, blobs, verdicts, strict=True):
             try:
+                if isinstance(frames, Place) and self._local:
+                    frames = [self._local.body(frames)]
                 groups.append(decode_group(header, frames, judged))
             except WireError as error:
                 bad[ordinal] = str(error)
@@ -241,7 +261,7 @@ class QueueClient(Calls):
             answer = None
             pending = self.connection.ask(ask.op, ask.args, ask.blobs)
             try:
-                answer = pending.future.result(ask.timeout)
+                answer = self.connection.wait(pending, ask.timeout)
             except HeadraceError as error:
                 answer = error
             except FutureTimeout:
@@ -273,7 +293,7 @@ class AsyncQueueClient(Calls):
             except StopIteration as done:
                 return done.value
             answer = None
-            pending = self.connection.ask(ask.op, ask.args, ask.blobs)
+            pending = self.connection.ask_in_background(ask.op, ask.args, ask.blobs)
             try:
                 answer = await asyncio.wait_for(asyncio.wrap_future(pending.future), ask.timeout)
             except HeadraceError as error:

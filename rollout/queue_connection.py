@@ -1,4 +1,7 @@
-"""One client's connection: a thread that owns the socket, so that heartbeats go out whatever the caller is doing.
+"""One client's connection: a socket that is always attended to, so that heartbeats go out whatever the caller is doing.
+
+    wait     a blocking caller attends to the socket itself until its answer is there: no thread switch in the usual case
+    thread   attends to it all the time for asyncio callers, and twice per heartbeat while no blocking caller does
 
     ask      a request from any thread or event loop -> a Future; sent at once, sent again until it is answered
     beat     every second while anything is open: which leases are still worked on, which requests are still unanswered;
@@ -13,6 +16,7 @@ Sending a request again is always safe: the server knows it by (client, seq) or 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -20,6 +24,7 @@ import uuid
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_futures
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +48,7 @@ class Answer:
 
     ok: dict[str, Any]
     blobs: Sequence[Buffer]
+    epoch: str = ""  # which life of the server answered
 
 
 @dataclass(slots=True)
@@ -67,7 +73,7 @@ class Connection:
         self.scoring: set[int] = set()
         self.reconnects = self.resent = 0
         self._seq = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._asked: deque[Pending] = deque()
         self._abandoned: deque[Pending] = deque()
         self._open: dict[int, Pending] = {}
@@ -75,13 +81,16 @@ class Connection:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._context = zmq.Context()
         self._heard = self._beaten = time.monotonic()
+        self._wheel = threading.Lock()  # whoever holds it may touch the socket and what is open
+        self._attend = threading.Event()  # asyncio callers exist: the thread must not leave the socket
+        self._connect()
         self._thread = threading.Thread(target=self._main, name=f"queue-client-{holder}", daemon=True)
         self._thread.start()
 
     # ---- for callers, on any thread
 
     def ask(self, op: str, args: dict[str, Any], blobs: Sequence[Buffer] = ()) -> Pending:
-        """Send a request; its future gets the answer, or the server's typed error."""
+        """Queue a request; its future gets the answer, or the server's typed error, while somebody attends."""
         with self._lock:
             if self._closing:
                 raise QueueError(f"the queue client of {self.holder} is closed")
@@ -90,8 +99,33 @@ class Connection:
             pending = Pending(op, frames, Future(), self._seq)
             pending.future.set_running_or_notify_cancel()  # it cannot be cancelled, only abandoned
             self._asked.append(pending)
-            self._wake()
         return pending
+
+    def ask_in_background(self, op: str, args: dict[str, Any], blobs: Sequence[Buffer] = ()) -> Pending:
+        """The same for a caller that must not block: from the first such call on the thread never leaves the socket."""
+        pending = self.ask(op, args, blobs)
+        self._attend.set()
+        self._wake()
+        return pending
+
+    def wait(self, pending: Pending, timeout: float) -> Answer:
+        """The answer. Raises concurrent.futures.TimeoutError, or what the server raised."""
+        deadline = time.monotonic() + timeout
+        while not pending.future.done() and not self._closing:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            if self._wheel.acquire(blocking=False):
+                try:
+                    self._take_asked()
+                    while not pending.future.done() and not self._closing and (left := deadline - time.monotonic()) > 0:
+                        self._turn(min(left, self.beat_s / 4))
+                finally:
+                    self._wheel.release()
+            else:  # another thread attends: it will send and hear for us, and if it leaves we take over
+                self._wake()
+                wait_futures([pending.future], timeout=min(left, 0.02))
+        return pending.future.result(0 if not self._closing else 1.0)
 
     def settle(self, pending: Pending, heard: bool) -> None:
         """Say whether the answer reached the caller. If it did not, leases in it will be given back."""
@@ -107,28 +141,43 @@ class Connection:
             if self._closing:
                 return
             self._closing = True
+            self._attend.set()
             self._wake()
         self._thread.join()
-
-    def _wake(self) -> None:
-        with suppress(BlockingIOError):  # the pipe is full of wake-ups already
-            os.write(self._wake_write, b"!")
-
-    # ---- the thread
-
-    def _main(self) -> None:
-        self._connect()
-        try:
-            while not self._closing:
-                self._turn()
-        finally:
-            self._socket.close(linger=200)
-            self._context.term()
-            for pending in (*self._open.values(), *self._asked):
-                if not pending.future.done():
-                    pending.future.set_exception(QueueError(f"the queue client of {self.holder} was closed"))
+        with self._lock:
             os.close(self._wake_read)
             os.close(self._wake_write)
+            self._wake_write = -1
+
+    def _wake(self) -> None:
+        with self._lock, suppress(BlockingIOError):  # the pipe may be full of wake-ups already
+            if self._wake_write >= 0:
+                os.write(self._wake_write, b"!")
+
+    # ---- whoever holds the wheel
+
+    def _main(self) -> None:
+        """The thread."""
+        try:
+            while not self._closing:
+                attending = self._attend.wait(self.beat_s / 2)
+                if not self._wheel.acquire(blocking=attending):
+                    continue  # a blocking caller is at it
+                try:
+                    self._take_asked()
+                    self._turn(self.beat_s / 4 if attending else 0.0)
+                finally:
+                    self._wheel.release()
+        finally:
+            with self._wheel:
+                self._end()
+
+    def _end(self) -> None:
+        self._socket.close(linger=200)
+        self._context.term()
+        for pending in (*self._open.values(), *self._asked):
+            if not pending.future.done():
+                pending.future.set_exception(QueueError(f"the queue client of {self.holder} was closed"))
 
     def _connect(self) -> None:
         address = self.endpoint
@@ -144,15 +193,17 @@ class Connection:
         self._poller.register(self._wake_read, zmq.POLLIN)
         self._heard = time.monotonic()
 
-    def _turn(self) -> None:
+    def _turn(self, timeout: float) -> None:
+        """Wait for something to arrive, and see to it and to the heartbeat."""
         busy = bool(self._open or self.leases or self.scoring)
-        ready = dict(self._poller.poll(int(self.beat_s * 250) if busy else None))
+        ready = dict(self._poller.poll(math.ceil(timeout * 1000)))
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
             self._take_asked()
         if self._socket in ready:
-            while self._socket.poll(0):
-                self._hear(self._socket.recv_multipart(copy=False))
+            with suppress(zmq.Again):
+                while True:
+                    self._hear(self._socket.recv_multipart(zmq.DONTWAIT, copy=False))
         now = time.monotonic()
         if not busy:
             self._heard = now  # we have asked for nothing, so silence means nothing
@@ -202,7 +253,7 @@ class Connection:
         self._heard = time.monotonic()
         frames = [p.buffer if len(p) >= COPY_BELOW else p.bytes for p in parts]
         try:
-            seq, _, answer, blobs = read_reply(frames)
+            seq, epoch, answer, blobs = read_reply(frames)
         except WireError as error:
             log.error("%s got a reply it cannot read, and ignores it: %s", self.holder, error)
             return
@@ -218,7 +269,7 @@ class Connection:
             pending.future.set_exception(answer)
             return
         self._settle(pending, answer)
-        pending.future.set_result(Answer(answer, blobs))
+        pending.future.set_result(Answer(answer, blobs, epoch))
 
     def _settle(self, pending: Pending, ok: dict[str, Any]) -> None:
         """Keep the books of what this client holds."""

@@ -9,7 +9,7 @@ each fact the ledger states is journalled in order; a Generated fact together wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,7 +142,7 @@ class QueueCore:
         wanted = r.int("bytes", 0, 1 << 62)
         if self._admits(wanted, r.ints("ordinals", 0, 1 << 62)):
             return Reply()
-        held, limit = self.payloads.bytes_in_memory, self.payloads.max_bytes
+        held, limit = self.payloads.bytes_waiting, self.payloads.max_bytes
         return Waiting(f"room for {wanted} bytes: {held} of {limit} are held until the learner takes groups")
 
     def give_back(self, r: Request, now: float) -> Reply:
@@ -157,10 +157,7 @@ class QueueCore:
         ordinals = self.ledger.lease_scoring(r.int("n", 1, 1 << 20), r.holder, r.key, now)
         if not ordinals:
             return Waiting(f"a generated group to score ({self._states()})")
-        read = self.payloads.get if r.bool("full") else self.payloads.tokens_only
-        groups = [(o, g) for o in ordinals if (g := self._readable(o, read))]
-        counts, blobs = pack_blobs([g for _, g in groups])
-        return Reply({"groups": counts, "ordinals": [o for o, _ in groups]}, blobs)
+        return self._send_groups(ordinals, r.bool("local"), r.bool("full"))[1]
 
     def score(self, r: Request, now: float) -> Reply:
         scored = []
@@ -181,12 +178,24 @@ class QueueCore:
         if ages:
             worst = max(self.staleness["max_ever"], *ages)
             self.staleness = {"mean": sum(ages) / len(ages), "max": max(ages), "max_ever": worst}
-        groups = [(o, g) for o in self.ledger.share(step, rank, world) if (g := self._readable(o, self.payloads.get))]
-        counts, blobs = pack_blobs([g for _, g in groups])
-        verdicts = [verdicts_row(self.ledger.entries[o].verdicts) for o, _ in groups]
-        return Reply({"groups": counts, "verdicts": verdicts, "ordinals": [o for o, _ in groups]}, blobs)
+        found, answer = self._send_groups(self.ledger.share(step, rank, world), r.bool("local"), full=True)
+        answer.ok["verdicts"] = [verdicts_row(self.ledger.entries[o].verdicts) for o in found]
+        return answer
 
-    def _readable(self, ordinal: int, read: Callable[[int], tuple[Buffer, Sequence[Buffer]]]) -> Any:
+    def _send_groups(self, ordinals: Iterable[int], local: bool, full: bool) -> tuple[list[int], Reply]:
+        """Groups with their arrays or, for a client on this host, with the places where it finds them."""
+        local = local and self.payloads.files
+        if local:
+            placed = [(o, g) for o in ordinals if (g := self._readable(o, lambda o: self.payloads.place(o, full)))]
+            found, headers = [o for o, _ in placed], [header for _, (header, _) in placed]
+            return found, Reply({"ordinals": found, "places": [p for _, (_, p) in placed]}, headers)
+        read = self.payloads.get if full else self.payloads.tokens_only
+        groups = [(o, g) for o in ordinals if (g := self._readable(o, read))]
+        counts, blobs = pack_blobs([g for _, g in groups])
+        found = [o for o, _ in groups]
+        return found, Reply({"ordinals": found, "groups": counts}, blobs)
+
+    def _readable(self, ordinal: int, read: Callable[[int], Any]) -> Any:
         """The group, or None: what the disk has damaged is dropped with that reason."""
         try:
             return read(ordinal)
@@ -218,6 +227,10 @@ class QueueCore:
     def drain(self, r: Request, now: float) -> Reply:
         self.ledger.drain(r.str("reason", 4096))
         return Reply()
+
+    def where(self, r: Request, now: float) -> Reply:
+        """Where the payload lies, for a client that can look: it finds this server's epoch there if it is on this host."""
+        return Reply({"folder": str(self.journal.folder.resolve())})
 
     def stats(self, r: Request, now: float) -> Reply:
         return Reply({"stats": self.describe()})
@@ -255,6 +268,7 @@ class QueueCore:
         """Make everything durable, then open a new segment if it is time to. Raises Stalled."""
         self._write_rows()
         self.journal.flush()
+        self.payloads.flushed()
         if self.journal.full:
             self.journal.roll(self.snapshot())
 
@@ -264,7 +278,7 @@ class QueueCore:
             case Dropped(ordinals):
                 self.payloads.forget(ordinals)
             case Trained(step):
-                self.payloads.unload(self.ledger.plan.get(step, ()))
+                self.payloads.trained(self.ledger.plan.get(step, ()))
             case Committed():
                 self.payloads.forget([o for o in self.payloads.held if o not in self.ledger.entries])
 
@@ -295,7 +309,7 @@ class QueueCore:
             "ended": ledger.ended,
             "poison": list(ledger.poison),
             "staleness": self.staleness,
-            "bytes": {"in_memory": self.payloads.bytes_in_memory, "limit": self.payloads.max_bytes},
+            "bytes": {"waiting": self.payloads.bytes_waiting, "limit": self.payloads.max_bytes},
             "journal": {"bytes": self.journal.bytes_written, "syncs": self.journal.syncs},
         }
 
@@ -318,6 +332,6 @@ _HANDLERS: dict[str, Callable[[QueueCore, Request, float], Reply | Waiting]] = {
     name: getattr(QueueCore, name)
     for name in (
         *("lease", "submit", "room", "give_back", "beat", "lease_scoring", "score"),
-        *("take", "trained", "release", "commit", "restarted", "drop", "drain", "stats"),
+        *("take", "trained", "release", "commit", "restarted", "drop", "drain", "stats", "where"),
     )
 }

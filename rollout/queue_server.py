@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ import zmq
 
 from rollout.errors import HeadraceError, QueueError
 from rollout.event_log import EventLog
-from rollout.journal import SEGMENT, Durability, Journal, MemoryJournal, Stalled
+from rollout.journal import SEGMENT, Durability, Journal, MemoryJournal, Stalled, memory_folder
 from rollout.journal_disk import Disk
 from rollout.ledger_states import LedgerSettings
 from rollout.queue_core import QueueCore, Reply
@@ -104,10 +105,7 @@ class QueueServer:
         """Recover and bind; serves when it returns. Raises ConfigError, QueueError."""
         self._events = EventLog(self.events_path) if self.events_path else None
         self._clock = ServedClock()
-        if self.durability == "memory":
-            journal: Journal = MemoryJournal()
-        else:
-            journal = Journal(self.journal_dir, self.durability, self.segment_bytes, self.retain, self.disk)
+        journal = self._open_journal()
         try:
             self.core = self.core_type(self.settings, journal, self.max_bytes, self._event, self._clock.now)
             self._context = zmq.Context()
@@ -120,12 +118,26 @@ class QueueServer:
         except HeadraceError:
             journal.close()
             raise
-        if self.durability != "memory":
-            (self.journal_dir / "endpoint").write_text(self.endpoint)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        if self._gatekeeper:
+            self._poller.register(self._gatekeeper.socket, zmq.POLLIN)
+        self.journal_dir.mkdir(parents=True, exist_ok=True)
+        (self.journal_dir / "endpoint").write_text(self.endpoint)
+        if self.core.payloads.files:
+            (self.core.journal.folder / "epoch").write_text(self.epoch)
         self._publish()
         self._thread = threading.Thread(target=self._main, name="queue-server", daemon=True)
         self._thread.start()
         return self
+
+    def _open_journal(self) -> Journal:
+        folder: Path | None = self.journal_dir
+        if self.durability == "memory":
+            folder = memory_folder(self.journal_dir, room=2 * self.max_bytes)
+            if folder is None:
+                return MemoryJournal()
+        return Journal(folder, self.durability, self.segment_bytes, self.retain, self.disk)
 
     def close(self) -> None:
         """Finish the turn, flush, answer; then let everything go."""
@@ -166,10 +178,11 @@ class QueueServer:
         self._wait()
         now = self._clock.advance()
         received = 0
-        for _ in range(TURN):
-            if received > TURN_BYTES or not self._socket.poll(0):
-                break
-            received += self._receive(now)
+        with suppress(zmq.Again):
+            for _ in range(TURN):
+                if received > TURN_BYTES:
+                    break
+                received += self._receive(now)
         if now - self._last_tick >= TICK:
             self._last_tick = now
             self.core.tick(now)
@@ -183,17 +196,13 @@ class QueueServer:
     _last_tick = 0.0
 
     def _wait(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        if self._gatekeeper:
-            poller.register(self._gatekeeper.socket, zmq.POLLIN)
-        ready = dict(poller.poll(TICK * 1000))
+        ready = dict(self._poller.poll(int(TICK * 1000)))
         if self._gatekeeper and self._gatekeeper.socket in ready:
             self._gatekeeper.answer()
 
     def _receive(self, now: float) -> int:
         """One message; returns its size. Anything wrong with it is answered, and changes nothing."""
-        route, *parts = self._socket.recv_multipart(copy=False)
+        route, *parts = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
         frames = [p.buffer if len(p) >= COPY_BELOW else p.bytes for p in parts]
         self._counters["requests"] += 1
         seq = 0
