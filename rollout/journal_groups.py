@@ -12,7 +12,8 @@ from typing import Any, Literal
 from rollout.journal_segments import Tail, read_record, scan, segment_numbers
 from rollout.selection import n_scored
 from rollout.types import Group, Verdict
-from rollout.wire import decode_group, read_verdicts, unpack
+from rollout.wire import decode_group, unpack
+from rollout.wire_verdicts import read_verdicts
 
 Fate = Literal["any", "trained", "dropped", "open"]
 

@@ -8,26 +8,25 @@
     learner        release -> commit          never
     the server     expire (every second)      never
 
-Each command first checks everything it needs, then states what happened as facts; `_apply` is the only code that
-changes anything. A refused command has changed nothing, and replaying the facts rebuilds the ledger exactly.
+Each command first checks everything it needs, then states what happened as facts; applying them (ledger_books.py) is all
+that changes anything. A refused command has changed nothing, and replaying the facts rebuilds the ledger exactly.
 
-Why staleness <= S. Version v means v steps. A group occupies a slot from its first lease until the weights of the step
-that trained it are live. At a lease under live version v at most (S+1)*P groups occupy slots, those of steps v, v+1, ...
+Why staleness <= S. Version v means v steps. A group occupies a slot from its first lease until the weights of the
+step that trained it are live. At a lease under live version v at most (S+1)*P groups occupy slots, those of steps v, v+1, ...
 among them, so the untaken ones fit into the steps up to v+S. `take` keeps it so: it never leaves behind more groups
 than the following steps can hold before they are too old (rollout/selection.py), and it drops what is too old anyhow.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 from rollout.errors import Drained, LedgerError, QueueError
+from rollout.ledger_books import Books
 from rollout.ledger_facts import (
     Committed,
     Draining,
     Dropped,
-    Fact,
     Generated,
     Judged,
     Leased,
@@ -38,35 +37,15 @@ from rollout.ledger_facts import (
     Taken,
     Trained,
 )
-from rollout.ledger_states import Entry, Lease, LedgerSettings, State
+from rollout.ledger_states import Lease, LedgerSettings, State
 from rollout.selection import Waiting, choose, has_signal, n_scored, shares
 from rollout.types import Verdict
 
-HELD = (State.ISSUED, State.LEASED, State.GENERATED, State.SCORED, State.TAKEN)  # these occupy slots, and more may
+__all__ = ["Ledger", "LedgerSettings"]
 
 
-class Ledger:
-    """See the map above. `facts` collects what happened since the owner last cleared it, to be journalled."""
-
-    def __init__(self, settings: LedgerSettings) -> None:
-        self.settings = settings
-        self.entries: dict[int, Entry] = {}  # live ordinals, oldest first
-        self.untaken: dict[int, Entry] = {}  # those of them that belong to no step yet
-        self.plan: dict[int, tuple[int, ...]] = {}  # step -> its groups, until committed
-        self.unreleased: dict[int, int] = {}  # step -> trained groups that still occupy slots
-        self.issued = 0  # ordinals ever leased; also the next new one
-        self.next_step = 0  # the first step without groups
-        self.version = 0  # steps trained
-        self.live = 0  # the version that the engines serve
-        self.committed_steps = 0
-        self.counts: Counter[State] = Counter()
-        self.dropped: Counter[str] = Counter()
-        self.refilled: Counter[str] = Counter()  # drops for want of signal since the last new step
-        self.noticed = False  # said once per step that nothing has signal
-        self.rewinds: list[str] = []
-        self.draining: str | None = None
-        self.poison: deque[int] = deque(maxlen=100)  # the latest ordinals that failed too often
-        self.facts: list[Fact] = []
+class Ledger(Books):
+    """See the map above."""
 
     # ---- rollout actors
 
@@ -322,47 +301,7 @@ class Ledger:
         for entry in self.untaken.values():
             entry.first_lease, entry.deadline = now, now + self.settings.lease_s
 
-    # ---- what is so
-
-    @property
-    def occupied(self) -> int:
-        """Slots in use, counted from what the ledger holds now and from nothing else."""
-        return sum(self.counts[state] for state in HELD) + sum(self.unreleased.values())
-
-    @property
-    def _all_taken(self) -> bool:
-        return self.settings.max_steps is not None and self.next_step >= self.settings.max_steps
-
-    @property
-    def ending(self) -> str | None:
-        """Why no new ordinal will be issued, or None."""
-        return f"all {self.settings.max_steps} steps are taken" if self._all_taken else self.draining
-
-    @property
-    def ended(self) -> bool:
-        """No group will ever again be generated or taken for a new step."""
-        return self.ending is not None and not self.untaken
-
-    def balance(self) -> dict[str, int]:
-        """Ordinals by state; `issued_total` equals the sum of the others, at every instant."""
-        by_state = {str(s): self.counts[s] for s in State if s is not State.DROPPED}
-        return {"issued_total": self.issued, **by_state, "dropped": sum(self.dropped.values())}
-
-    @property
-    def conserved(self) -> bool:
-        total = self.balance()
-        return total.pop("issued_total") == sum(total.values())
-
-    def _unfinished(self, *states: State) -> bool:
-        return any(self.counts[s] for s in states)
-
-    def _known(self, ordinal: int, transition: str) -> Entry | None:
-        """The entry, or None if it is settled (committed or dropped)."""
-        if not 0 <= ordinal < self.issued:
-            raise LedgerError(ordinal, "unknown", transition, f"ordinals up to {self.issued - 1} were issued")
-        return self.entries.get(ordinal)
-
-    # ---- from here on: saying what happened, and making it so
+    # ---- saying what happened
 
     def _return(self, ordinals: Sequence[int], reason: str, failed: bool) -> None:
         poisoned = [o for o in ordinals if failed and self.entries[o].failures + 1 >= self.settings.max_attempts]
@@ -381,98 +320,3 @@ class Ledger:
         too_few = len(self.untaken) < self.settings.groups_per_step
         if self.untaken and (self._all_taken or (self.draining and too_few)):
             self._record(Dropped(tuple(self.untaken), "run_ended"))
-
-    def _record(self, fact: Fact) -> None:
-        self.apply(fact)
-        self.facts.append(fact)
-
-    def apply(self, fact: Fact) -> None:
-        """Make a fact so. Replay calls this too: it checks nothing and decides nothing."""
-        getattr(self, "_apply_" + type(fact).__name__.lower())(fact)
-
-    def _move(self, entry: Entry, state: State) -> None:
-        self.counts[entry.state] -= 1
-        self.counts[state] += 1
-        entry.state = state
-
-    def _apply_leased(self, fact: Leased) -> None:
-        for ordinal, attempt in zip(fact.ordinals, fact.attempts, strict=True):
-            entry = self.entries.get(ordinal)
-            if entry is None:
-                entry = Entry(ordinal, State.LEASED, attempt, fact.holder, fact.key, fact.version)
-                self.entries[ordinal] = self.untaken[ordinal] = entry
-                self.counts[State.LEASED] += 1
-                self.issued = max(self.issued, ordinal + 1)
-            else:
-                self._move(entry, State.LEASED)
-                entry.attempt, entry.holder, entry.key, entry.version = attempt, fact.holder, fact.key, fact.version
-
-    def _apply_returned(self, fact: Returned) -> None:
-        for ordinal in fact.ordinals:
-            entry = self.entries[ordinal]
-            self._move(entry, State.ISSUED)
-            entry.failures += fact.failed
-
-    def _apply_generated(self, fact: Generated) -> None:
-        entry = self.entries[fact.ordinal]
-        self._move(entry, State.GENERATED)
-        entry.n_tokens, entry.version, entry.scorer = fact.n_tokens, fact.oldest_version, ""
-
-    def _apply_judged(self, fact: Judged) -> None:
-        entry = self.entries[fact.ordinal]
-        self._move(entry, State.SCORED)
-        entry.verdicts, entry.scorer, entry.scoring_key = fact.verdicts, "", ""
-
-    def _apply_taken(self, fact: Taken) -> None:
-        self.plan[fact.step] = fact.ordinals
-        if fact.step >= self.next_step:
-            self.next_step = fact.step + 1
-            self.refilled.clear()
-            self.noticed = False
-        for ordinal in fact.ordinals:
-            entry = self.entries[ordinal]
-            self._move(entry, State.TAKEN)
-            entry.step = fact.step
-            self.untaken.pop(ordinal, None)
-
-    def _apply_trained(self, fact: Trained) -> None:
-        for ordinal in self.plan[fact.step]:
-            self._move(self.entries[ordinal], State.TRAINED)
-        self.unreleased[fact.step] = len(self.plan[fact.step])
-        self.version = fact.step + 1
-
-    def _apply_released(self, fact: Released) -> None:
-        self.live = fact.version
-        self.unreleased = {s: n for s, n in self.unreleased.items() if s >= fact.version}
-
-    def _apply_committed(self, fact: Committed) -> None:
-        for step in range(self.committed_steps, fact.step + 1):
-            for ordinal in self.plan.pop(step):
-                self._move(self.entries.pop(ordinal), State.COMMITTED)
-        self.committed_steps = fact.step + 1
-
-    def _apply_dropped(self, fact: Dropped) -> None:
-        for ordinal in fact.ordinals:
-            entry = self.entries.pop(ordinal)
-            self.untaken.pop(ordinal, None)
-            self.counts[entry.state] -= 1
-            if entry.step is not None:
-                self.plan[entry.step] = tuple(o for o in self.plan[entry.step] if o != ordinal)
-        self.dropped[fact.reason] += len(fact.ordinals)
-        self.refilled[fact.reason] += len(fact.ordinals)
-        if fact.reason == "poison":
-            self.poison.extend(fact.ordinals)
-
-    def _apply_rewound(self, fact: Rewound) -> None:
-        for step, ordinals in self.plan.items():
-            for entry in (self.entries[o] for o in ordinals):
-                self._move(entry, State.SCORED if step >= fact.version else State.TRAINED)
-        self.unreleased.clear()
-        self.version = self.live = fact.version
-        self.rewinds.append(fact.key)
-
-    def _apply_draining(self, fact: Draining) -> None:
-        self.draining = fact.reason
-
-    def _apply_noticed(self, fact: Noticed) -> None:
-        self.noticed = True

@@ -8,7 +8,7 @@ from typing import Any
 from rollout.errors import ConfigError
 from rollout.ledger import Ledger
 from rollout.ledger_states import Entry, LedgerSettings, State
-from rollout.wire import read_verdicts, verdicts_row
+from rollout.wire_verdicts import read_verdicts, verdicts_row
 
 _FIXED = ("groups_per_step", "group_size")  # a journal can only be continued with these as they were
 _PLAIN = ("issued", "next_step", "version", "live", "committed_steps", "draining", "noticed")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.errors import LedgerError, QueueError, WireError
+from rollout.errors import QueueError, WireError
 from rollout.journal import Journal
 from rollout.journal_segments import Ref
 from rollout.ledger import Ledger
@@ -21,13 +21,14 @@ from rollout.ledger_facts import Committed, Draining, Dropped, Fact, Generated, 
 from rollout.ledger_snapshot import restore, snapshot
 from rollout.ledger_states import LedgerSettings, State
 from rollout.payloads import Payloads
-from rollout.queue_protocol import Request, pack_blobs, split_blobs
+from rollout.queue_intake import Stored, read_groups, read_leases, read_scores
+from rollout.queue_protocol import Request, pack_blobs
 from rollout.selection import Waiting
-from rollout.wire import Buffer, GroupHeader, frame_bytes, pack, read_header, read_verdicts, verdicts_row
+from rollout.wire import Buffer, pack
 from rollout.wire_facts import fact_row, read_fact
+from rollout.wire_verdicts import verdicts_row
 
 Event = Callable[..., object]  # event("dropped", ordinals=[17], reason="stale")
-Stored = tuple[GroupHeader, Buffer, Sequence[Buffer]]  # header as read, as it came, and the frames
 
 
 @dataclass(slots=True)
@@ -67,9 +68,11 @@ class QueueCore:
                     self.ledger.apply(fact)
                     self._let_go(fact)
             elif kind == "group":
-                fact = read_fact(first)
-                self.ledger.apply(fact)
-                self.payloads.put_on_disk(fact.ordinal, ref)
+                made = read_fact(first)
+                if not isinstance(made, Generated):
+                    raise WireError("journal", f"a group record holds a {type(made).__name__}")
+                self.ledger.apply(made)
+                self.payloads.put_on_disk(made.ordinal, ref)
         for torn in self.journal.torn:
             self.event("journal_torn", segment=torn.segment, dropped_bytes=torn.dropped, reason=torn.why)
         if self.ledger.issued:
@@ -100,7 +103,7 @@ class QueueCore:
         return Reply({"leases": [[x.ordinal, x.attempt, x.deadline] for x in leases]})
 
     def submit(self, r: Request, now: float) -> Reply | Waiting:
-        groups = self._read_groups(r)
+        groups = read_groups(r, self.ledger.settings.group_size)
         outcomes = [self.ledger.check_submit(h.ordinal, h.attempt, r.holder) for h, _, _ in groups]
         arriving = sum(h.body for (h, _, _), o in zip(groups, outcomes, strict=True) if o == "accepted")
         if not self._admits(arriving, [h.ordinal for h, _, _ in groups]):
@@ -113,22 +116,6 @@ class QueueCore:
                 self.ledger.score(header.ordinal, header.all_judged, now)
             self.record({header.ordinal: (header, raw, frames)})
         return Reply({"outcomes": outcomes})
-
-    def _read_groups(self, r: Request) -> list[Stored]:
-        """The groups of a submit, each checked against its own header; the arrays stay closed."""
-        groups: list[Stored] = []
-        for i, (raw, frames) in enumerate(split_blobs(r.ints("groups", 0, 1 << 20, most=1 << 16), r.blobs, "request")):
-            header = read_header(raw)
-            if frame_bytes(frames) != header.body:
-                raise WireError(f"groups[{i}].frames", f"{frame_bytes(frames)} bytes, its header says {header.body}")
-            wanted = self.ledger.settings.group_size
-            if len(header.lengths) != wanted:
-                detail = f"{len(header.lengths)} trajectories, group_size is {wanted}"
-                raise LedgerError(header.ordinal, "leased", "submit", detail)
-            groups.append((header, raw, frames))
-        if len({h.ordinal for h, _, _ in groups}) != len(groups):
-            raise WireError("request.groups", "the same ordinal twice in one message")
-        return groups
 
     def _admits(self, arriving: int, ordinals: Sequence[int]) -> bool:
         """Room in memory, or a group that the next step needs: those are let in so that the run can go on."""
@@ -146,11 +133,11 @@ class QueueCore:
         return Waiting(f"room for {wanted} bytes: {held} of {limit} are held until the learner takes groups")
 
     def give_back(self, r: Request, now: float) -> Reply:
-        self.ledger.give_back(_leases(r), r.holder, r.str("reason", 4096), r.bool("failed"))
+        self.ledger.give_back(read_leases(r), r.holder, r.str("reason", 4096), r.bool("failed"))
         return Reply()
 
     def beat(self, r: Request, now: float) -> Reply:
-        self.ledger.renew(r.holder, _leases(r), r.ints("scoring", 0, 1 << 62), now)
+        self.ledger.renew(r.holder, read_leases(r), r.ints("scoring", 0, 1 << 62), now)
         return Reply()
 
     def lease_scoring(self, r: Request, now: float) -> Reply | Waiting:
@@ -160,11 +147,7 @@ class QueueCore:
         return self._send_groups(ordinals, r.bool("local"), r.bool("full"))[1]
 
     def score(self, r: Request, now: float) -> Reply:
-        scored = []
-        for i, row in enumerate(r.list("verdicts")):
-            if not isinstance(row, list) or len(row) != 2 or type(row[0]) is not int:
-                raise WireError(f"request.verdicts[{i}]", "not [ordinal, verdicts]")
-            scored.append((row[0], read_verdicts(row[1], f"request.verdicts[{i}]")))
+        scored = read_scores(r)
         for ordinal, verdicts in scored:
             self.ledger.check_score(ordinal, len(verdicts))
         return Reply({"outcomes": [self.ledger.score(o, v, now) for o, v in scored]})
@@ -229,7 +212,7 @@ class QueueCore:
         return Reply()
 
     def where(self, r: Request, now: float) -> Reply:
-        """Where the payload lies, for a client that can look: it finds this server's epoch there if it is on this host."""
+        """Where the payload lies. A client on this host finds the server's epoch there, and knows that it can read it."""
         return Reply({"folder": str(self.journal.folder.resolve())})
 
     def stats(self, r: Request, now: float) -> Reply:
@@ -316,16 +299,6 @@ class QueueCore:
     def _states(self) -> str:
         shown = (State.ISSUED, State.LEASED, State.GENERATED, State.SCORED, State.TAKEN, State.TRAINED)
         return ", ".join(f"{self.ledger.counts[s]} {s}" for s in shown if self.ledger.counts[s]) or "nothing yet"
-
-
-def _leases(r: Request) -> dict[int, int]:
-    """[[ordinal, attempt], ...] of a request."""
-    leases = {}
-    for i, row in enumerate(r.list("leases")):
-        if not isinstance(row, list) or [type(x) for x in row] != [int, int]:
-            raise WireError(f"request.leases[{i}]", "not [ordinal, attempt]")
-        leases[row[0]] = row[1]
-    return leases
 
 
 _HANDLERS: dict[str, Callable[[QueueCore, Request, float], Reply | Waiting]] = {

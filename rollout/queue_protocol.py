@@ -92,7 +92,8 @@ def read_reply(frames: Sequence[Buffer]) -> tuple[int, str, dict[str, Any] | Hea
 
 def pack_blobs(groups: Sequence[tuple[Buffer, Sequence[Buffer]]]) -> tuple[list[int], list[Buffer]]:
     """Groups (header, frames) as blobs, and how many frames each has."""
-    counts, blobs = [], []
+    counts: list[int] = []
+    blobs: list[Buffer] = []
     for header, frames in groups:
         counts.append(len(frames))
         blobs += (header, *frames)

@@ -33,7 +33,6 @@ from rollout.queue_core import QueueCore, Reply
 from rollout.queue_keys import ServerKeys
 from rollout.queue_protocol import WAIT_SLICE, Request, error_frames, reply_frames
 from rollout.queue_transport import COPY_BELOW, Gatekeeper, private_ipc, router
-from rollout.selection import Waiting
 from rollout.wire import Buffer
 
 log = logging.getLogger(__name__)
@@ -132,11 +131,12 @@ class QueueServer:
         return self
 
     def _open_journal(self) -> Journal:
-        folder: Path | None = self.journal_dir
+        folder = self.journal_dir
         if self.durability == "memory":
-            folder = memory_folder(self.journal_dir, room=2 * self.max_bytes)
-            if folder is None:
+            in_memory = memory_folder(self.journal_dir, room=2 * self.max_bytes)
+            if in_memory is None:
                 return MemoryJournal()
+            folder = in_memory
         return Journal(folder, self.durability, self.segment_bytes, self.retain, self.disk)
 
     def close(self) -> None:

@@ -19,18 +19,19 @@ pickled or evaluated, sizes and nesting are bounded, and bytes that are not a va
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 import msgpack
 import numpy as np
 
 from rollout.errors import WireError
-from rollout.types import Failed, Group, Scored, Status, TimedOut, Trajectory, Verdict
+from rollout.types import Group, Status, Trajectory, Verdict
 from rollout.versions import VersionSpan
-from rollout.wire_fields import Fields
+from rollout.wire_body import Body
+from rollout.wire_fields import Buffer, Fields
+from rollout.wire_verdicts import read_optional_verdicts, verdicts_row
 
 SCHEMA = 1
 MAX_HEADER = 64 << 20  # bytes of one header
@@ -41,8 +42,6 @@ MAX_VERSION = 1 << 62
 ONE_FRAME = 256 << 10  # smaller bodies travel in one frame
 STATUSES = tuple(Status)  # a status travels as its position here
 DTYPES = frozenset({"<i4", "<f4", "<f2", "<f8", "<i2", "<i8", "<u2", "<u4", "|b1", "|u1", "|i1"})
-
-Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,125 +298,6 @@ def _boolean_array(values: np.ndarray) -> None:
         raise WireError("group.loss_mask", "holds a byte that is neither 0 nor 1")
 
 
-class Body:
-    """Reads arrays off a sequence of frames, in order, without copying where an array lies in one frame, aligned."""
-
-    def __init__(self, frames: Sequence[Buffer]) -> None:
-        self._frames = [memoryview(f).cast("B") for f in frames if len(f)]
-        self.nbytes = sum(len(f) for f in self._frames)
-        self._frame = self._at = 0
-
-    def column(
-        self, dtype: str, lengths: Sequence[int], check: Callable[[np.ndarray], None] | None = None
-    ) -> list[np.ndarray]:
-        """One array per trajectory; read and checked in one go where they lie together."""
-        total = sum(lengths)
-        together = self._frame < len(self._frames) and self._at + total * np.dtype(dtype).itemsize <= len(
-            self._frames[self._frame]
-        )
-        if together:
-            whole, edges = self.take(dtype, total), [0, *accumulate(lengths)]
-            if check:
-                check(whole)
-            return [whole[a:b] for a, b in pairwise(edges)]
-        arrays = [self.take(dtype, n) for n in lengths]
-        for array in arrays if check else ():
-            check(array)  # type: ignore[misc]
-        return arrays
-
-    def take(self, dtype: str, count: int) -> np.ndarray:
-        kind = np.dtype(dtype)
-        piece = self._bytes(count * kind.itemsize)
-        array = np.frombuffer(piece, kind)
-        if not array.flags.aligned:
-            array = array.copy()
-        array.flags.writeable = False
-        return array
-
-    def _bytes(self, n: int) -> Buffer:
-        if n == 0:
-            return b""
-        frame = self._frames[self._frame]
-        if self._at == len(frame):
-            self._frame, self._at = self._frame + 1, 0
-            return self._bytes(n)
-        if self._at + n <= len(frame):
-            self._at += n
-            return frame[self._at - n : self._at]
-        head = frame[self._at :]
-        self._frame, self._at = self._frame + 1, 0
-        return b"".join((head, self._bytes(n - len(head))))
-
-
-# ---- verdicts
-
-
-def verdict_row(verdict: Verdict | None) -> list[Any] | None:
-    """["scored", 1.0, {"exact": 1.0}], ["failed", "raised", "KeyError: 'x'"], ["timed_out", 5.0] or None."""
-    match verdict:
-        case None:
-            return None
-        case Scored(value, components):
-            return ["scored", float(value), {k: float(v) for k, v in components.items()}]
-        case Failed(kind, detail):
-            return ["failed", kind, detail]
-        case TimedOut(deadline_s):
-            return ["timed_out", float(deadline_s)]
-    raise WireError("verdict", f"{verdict!r} is not a verdict")
-
-
-def read_verdict(row: Any, field: str) -> Verdict:
-    """The verdict of a row; a number that is not finite is refused."""
-    match row:
-        case ["scored", float(value), dict(components)] if _finite(value, *components.values()) and all(
-            map(_text, components)
-        ):
-            return Scored(value, components)
-        case ["failed", str(kind), str(detail)]:
-            return Failed(kind, detail)
-        case ["timed_out", float(deadline_s)] if _finite(deadline_s):
-            return TimedOut(deadline_s)
-    raise WireError(field, f"not a verdict: {str(row)[:80]}")
-
-
-def verdicts_row(verdicts: Sequence[Verdict | None]) -> list[Any]:
-    """The verdicts of one group. All scored, in the same components, is the usual case and travels as columns:
-
-    ["scored", [1.0, 0.0], {"exact": [1.0, 0.0]}]      otherwise      ["mixed", [row, row, None]]
-    """
-    first = verdicts[0] if verdicts else None
-    if isinstance(first, Scored):
-        names = list(first.components)
-        if all(isinstance(v, Scored) and list(v.components) == names for v in verdicts):
-            columns = {n: [float(v.components[n]) for v in verdicts] for n in names}  # type: ignore[union-attr]
-            return ["scored", [float(v.value) for v in verdicts], columns]  # type: ignore[union-attr]
-    return ["mixed", [verdict_row(v) for v in verdicts]]
-
-
-def read_verdicts(row: Any, field: str) -> tuple[Verdict, ...]:
-    """One verdict for each trajectory."""
-    verdicts = read_optional_verdicts(row, field)
-    if None in verdicts:
-        raise WireError(field, "a trajectory has no verdict")
-    return verdicts  # type: ignore[return-value]
-
-
-def read_optional_verdicts(row: Any, field: str) -> tuple[Verdict | None, ...]:
-    match row:
-        case ["scored", list(values), dict(columns)] if all(
-            isinstance(name, str) and isinstance(c, list) and len(c) == len(values) for name, c in columns.items()
-        ):
-            if not (_finite(*values) and all(_finite(*c) for c in columns.values())):
-                raise WireError(field, "a value is not a finite number")
-            if not columns:
-                return tuple(Scored(v) for v in values)
-            rows = zip(*columns.values(), strict=True)
-            return tuple(Scored(v, dict(zip(columns, c, strict=True))) for v, c in zip(values, rows, strict=True))
-        case ["mixed", list(rows)]:
-            return tuple(None if r is None else read_verdict(r, f"{field}[{i}]") for i, r in enumerate(rows))
-    raise WireError(field, f"not verdicts: {str(row)[:80]}")
-
-
 def _verdicts_or_none(f: Fields, n: int) -> tuple[Verdict | None, ...]:
     if f.get("verdicts") is None:
         return (None,) * n
@@ -427,13 +307,5 @@ def _verdicts_or_none(f: Fields, n: int) -> tuple[Verdict | None, ...]:
     return verdicts
 
 
-def _finite(*values: Any) -> bool:
-    return all(type(v) is float and math.isfinite(v) for v in values)
-
-
 def frame_bytes(frames: Iterable[Buffer]) -> int:
     return sum(len(f) for f in frames)
-
-
-def _text(value: Any) -> bool:
-    return isinstance(value, str)

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from rollout.errors import WireError
 from rollout.ledger_facts import Fact, Judged
-from rollout.wire import read_verdicts, verdicts_row
+from rollout.wire_verdicts import read_verdicts, verdicts_row
 
 _KINDS = {kind.__name__: kind for kind in get_args(Fact)}
 _NAMES = {kind: tuple(f.name for f in fields(kind)) for kind in get_args(Fact)}

@@ -7,12 +7,13 @@ f.int("step", 0, 1 << 40)  -> 5        f.str("holder", 100)  -> WireError("reque
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from rollout.errors import WireError
 
-
-Int, Str = int, str  # inside the class these names are accessors
+Int: TypeAlias = int  # inside the class, `int` and `str` are accessors
+Str: TypeAlias = str
+Buffer = bytes | bytearray | memoryview
 
 
 class Fields:

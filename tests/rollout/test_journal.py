@@ -18,8 +18,9 @@ from rollout.journal_segments import segment_numbers, segment_path
 from rollout.ledger_facts import Dropped, Generated
 from rollout.queue_core import QueueCore, Reply
 from rollout.queue_protocol import Request, pack_blobs, request_frames
-from rollout.wire import Buffer, encode_group, pack, verdicts_row
+from rollout.wire import Buffer, encode_group, pack
 from rollout.wire_facts import fact_row
+from rollout.wire_verdicts import verdicts_row
 from tests.rollout.queue_samples import GOOD, group, same, settings
 
 START = {"ledger": "as it was"}

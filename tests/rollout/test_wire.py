@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from rollout.errors import WireError
 from rollout.types import Failed, Group, Scored, Status, TimedOut
 from rollout.versions import VersionSpan
-from rollout.wire import ONE_FRAME, decode_group, encode_group, pack, read_header, read_verdicts, unpack, verdicts_row
+from rollout.wire import ONE_FRAME, decode_group, encode_group, pack, read_header, unpack
+from rollout.wire_verdicts import read_verdicts, verdicts_row
 from tests.rollout.queue_samples import group, same, trajectory
 
 
