@@ -3,13 +3,14 @@
     headrace bench queue [--json FILE] [--repeats 5] [--peer-python VENV/bin/python] [--shapes 8x256,64x32768]
 
     ours      producer, scorer, consumer and server are separate processes: lease, put, score, take, trained, release
-    tq        TransferQueue (SimpleStorage): kv_batch_put in one process, kv_batch_get and kv_clear in another; no scoring
+    tq        TransferQueue (SimpleStorage): kv_batch_put in one process, kv_batch_get and kv_clear in another
     ray       ray.util.queue.Queue: one put and one get per group; no scoring, nothing durable
     raw       ZeroMQ PUSH/PULL, one message per group: the ceiling; no server between, no replies, nothing kept
 
-A shape is SAMPLES x TOKENS; 8 samples are one group, all samples of a shape are one step. Each sample carries ids int32,
-log-probs float32 and a mask: 9 bytes a token. Every contender moves the same number of steps with up to three of them
-under way. Contenders take turns, `--repeats` times; medians are shown. A peer that is not installed is named as absent.
+A shape is SAMPLES x TOKENS; 8 samples are one group, all samples of a shape are one step. Each sample carries ids
+int32, log-probs float32 and a mask: 9 bytes a token. The peers do no scoring. Every contender moves the same number of
+steps with up to three of them under way. Contenders take turns, `--repeats` times; medians are shown. A peer that is
+not installed is named as absent.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Contender:
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name = name
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT)}
-        self.words = tempfile.TemporaryFile("w+", prefix=f"headrace-bench-{name}-")
+        self.words = tempfile.TemporaryFile("w+", prefix=f"headrace-bench-{name}-")  # noqa: SIM115 (as long as the process)
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.words,
@@ -126,7 +127,7 @@ def run(shapes: Sequence[Shape], repeats: int, peer_python: str | None, say: Any
     latencies: dict[str, dict[str, float]] = {}
     try:
         for shape in shapes:
-            for name, contender in found.items():  # the first one warms up and does not count
+            for contender in found.values():  # the first one warms up and does not count
                 contender.measure(**asdict(shape) | {"steps": 4})
             for _ in range(repeats):
                 for name, contender in found.items():

@@ -1,6 +1,6 @@
 """What the soak does to the queue: power cuts, torn records, and protections switched off one at a time.
 
-A soak that cannot fail proves nothing. `SABOTAGE` names the protections; each can be taken away, and the soak must notice:
+A soak that cannot fail proves nothing. `SABOTAGE` names the protections; each can be taken away, and the soak notices:
 
     fsync        answers go out before the disk has anything: a power cut loses acknowledged groups
     idempotency  a request that arrives twice has its effect twice: ordinals are trained twice
@@ -88,7 +88,7 @@ def core_type(sabotage: str) -> type[QueueCore]:
 
 def believe_everything() -> None:
     """Without "crc": every checksum is 0, so every record that claims 0 is right."""
-    journal_segments.checksum = lambda meta, body: 0  # type: ignore[assignment]
+    journal_segments.checksum = lambda meta, body: 0
 
 
 def tear(folder: Path, choose: float) -> str:

@@ -1,10 +1,10 @@
-"""`headrace soak queue --seeds N`: kill everything at random, cut the power, spoil the network; then audit what is left.
+"""`headrace soak queue --seeds N`: kill everything at random, cut the power, spoil the network; then audit.
 
-For each seed a small run with real processes. The conductor kills (SIGKILL) and stops (SIGSTOP) them at random, the server
-and the network included, leaves torn records in the journal, and starts again what died. A learner restarts from its
-checkpoint. When the learner is done, the auditor reads the journal and the learner's log.
+For each seed a small run with real processes. The conductor kills (SIGKILL) and stops (SIGSTOP) them at random, the
+server and the network included, leaves torn records in the journal, and starts again what died. A learner restarts
+from its checkpoint. When the learner is done, the auditor reads the journal and the learner's log.
 
-    {"seeds": 200, "kills": 3120, "groups": 9600, "lost": 0, "duplicated": 0, ...}      exit 1 if anything is not as it must be
+    {"seeds": 200, "kills": 3120, "groups": 9600, "lost": 0, "duplicated": 0, ...}      exit 1 unless all is well
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _sabotaged(sabotage: str) -> Iterator[None]:
     try:
         yield
     finally:
-        journal_segments.checksum = honest  # type: ignore[assignment]
+        journal_segments.checksum = honest
 
 
 def main(argv: Sequence[str] | None = None) -> int:

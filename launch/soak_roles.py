@@ -1,10 +1,10 @@
-"""The processes of the queue soak: server, network, producers, scorer, learner. Each may be killed or stopped at any moment.
+"""The processes of the queue soak: server, network, producers, scorer, learner. Each may be killed at any moment.
 
     folder/  journal/  server.sock  front.sock   served  (the live version)   checkpoint (a version)   trained.jsonl
              corrupt (ordinals whose content was wrong)   done (the learner has finished)
 
-What an ordinal must contain, what it scores and whether it has signal are pure functions of the ordinal, so every role can
-tell a right group from a wrong one.
+What an ordinal must contain, what it scores and whether it has signal are pure functions of the ordinal, so every role
+can tell a right group from a wrong one.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     journal/00000001.segment = "HEADRACE-JOURNAL-1\\n" record record ...
     record = magic "HRec" | crc32 of what follows | meta length u32 | body length u64 | meta | body
 
-The first record of each segment is a snapshot of everything before it, so recovery reads the newest segment only. `meta`
-is msgpack; `body` is the raw arrays of one group, referred to by `Ref` and read back on demand.
+The first record of each segment is a snapshot of everything before it, so recovery reads the newest segment only.
+`meta` is msgpack; `body` is the raw arrays of one group, referred to by `Ref` and read back on demand.
 """
 
 from __future__ import annotations

@@ -8,13 +8,14 @@
     learner        release -> commit          never
     the server     expire (every second)      never
 
-Each command first checks everything it needs, then states what happened as facts; applying them (ledger_books.py) is all
-that changes anything. A refused command has changed nothing, and replaying the facts rebuilds the ledger exactly.
+Each command first checks everything it needs, then states what happened as facts; applying them (ledger_books.py) is
+all that changes anything. A refused command has changed nothing, and replaying the facts rebuilds the ledger exactly.
 
-Why staleness <= S. Version v means v steps. A group occupies a slot from its first lease until the weights of the
-step that trained it are live. At a lease under live version v at most (S+1)*P groups occupy slots, those of steps v, v+1, ...
-among them, so the untaken ones fit into the steps up to v+S. `take` keeps it so: it never leaves behind more groups
-than the following steps can hold before they are too old (rollout/selection.py), and it drops what is too old anyhow.
+Why staleness <= S. Version v means v steps. A group occupies a slot from its first lease until the weights of the step
+that trained it are live. At a lease under live version v at most (S+1)*P groups occupy slots, those of steps v, v+1
+and so on among them, so the untaken ones fit into the steps up to v+S. `take` keeps it so: it never leaves behind more
+groups than the following steps can hold before they are too old (rollout/selection.py), and it drops what is too old
+anyhow.
 """
 
 from __future__ import annotations

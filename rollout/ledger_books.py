@@ -1,4 +1,4 @@
-"""The ledger's books: what is known about each ordinal, and how each fact changes it. No rule is kept here, nothing is refused.
+"""The ledger's books: what is known about each ordinal, and how each fact changes it. Rules are elsewhere.
 
 `apply` is the only code that changes anything; replaying the facts of a run in order gives the same books again.
 """

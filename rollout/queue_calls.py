@@ -1,7 +1,7 @@
 """What each call of a queue client does, whatever way the client waits.
 
-A plan is a generator: it yields what to ask the server and is sent the answer (None if it did not come in time). So what
-a call does, says and retries is written once, and the clients differ only in how they wait.
+A plan is a generator: it yields what to ask the server and is sent the answer (None if it did not come in time). So
+what a call does, says and retries is written once, and the clients differ only in how they wait.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One client's connection: a socket that is always attended to, so that heartbeats go out whatever the caller is doing.
 
-    wait     a blocking caller attends to the socket itself until its answer is there: no thread switch in the usual case
+    wait     a blocking caller attends to the socket itself until its answer is there: usually no thread switch
     thread   attends to it all the time for asyncio callers, and twice per heartbeat while no blocking caller does
 
     ask      a request from any thread or event loop -> a Future; sent at once, sent again until it is answered

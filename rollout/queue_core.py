@@ -212,7 +212,7 @@ class QueueCore:
         return Reply()
 
     def where(self, r: Request, now: float) -> Reply:
-        """Where the payload lies. A client on this host finds the server's epoch there, and knows that it can read it."""
+        """Where the payload lies. A client that finds the server's epoch there can read it."""
         return Reply({"folder": str(self.journal.folder.resolve())})
 
     def stats(self, r: Request, now: float) -> Reply:
@@ -292,7 +292,7 @@ class QueueCore:
             "ended": ledger.ended,
             "poison": list(ledger.poison),
             "staleness": self.staleness,
-            "bytes": {"waiting": self.payloads.bytes_waiting, "limit": self.payloads.max_bytes},
+            "bytes": {"in_memory": self.payloads.bytes_waiting, "limit": self.payloads.max_bytes},
             "journal": {"bytes": self.journal.bytes_written, "syncs": self.journal.syncs},
         }
 

@@ -1,19 +1,21 @@
 """What clients and the queue server say to each other. No sockets here: frames in, frames out.
 
-    request  [header, blobs...]   header {"schema": 1, "op": "take", "client": "9f2c", "seq": 7, "holder": "learner", ...}
-    reply    [header, blobs...]   header {"schema": 1, "seq": 7, "epoch": "a1b2", "ok": {...}} or {..., "error": [kind, args]}
+    request  [header, blobs...]   header {"schema": 1, "op": "take", "client": "9f2c", "seq": 7, "holder": "l", ...}
+    reply    [header, blobs...]   header {"schema": 1, "seq": 7, "epoch": "a1b2", "ok": {...}}, or "error": [kind, args]
 
-Groups are blobs: for each one its own header, then as many frames as `groups` says for it. Every request is answered exactly
-once per time it arrives, and every request may arrive twice: (client, seq) names it, and doing it again has no further effect.
+Groups are blobs: for each one its own header, then as many frames as `groups` says for it. Every request is answered
+exactly once per time it arrives, and every request may arrive twice: (client, seq) names it, and doing it again has no
+further effect.
 
     op             arguments                                 answer                     waits for
-    lease          n, wait, version                          leases                     slots
-    submit         groups                                    outcomes, or busy          (the client then asks for `room`)
+    lease          n, wait                                   leases                     slots
+    submit         groups                                    outcomes, or busy          (then ask for `room`)
     room           bytes, wait                               -                          payload bytes to be consumed
     give_back      leases, reason, failed                    -
-    lease_scoring  n, wait, full                             groups                     generated groups
+    lease_scoring  n, wait, full, local                      groups, or their places    generated groups
     score          verdicts                                  outcomes
-    take           step, rank, world, wait                   groups, verdicts           P groups with signal
+    take           step, rank, world, wait, local            groups or places, verdicts P groups with signal
+    where          -                                         folder                     (to see if places can be read)
     trained        step, version, skipped                    -
     release, commit, restarted, drop, drain, stats           -
     beat           leases, scoring, outstanding              unknown: requests to send again

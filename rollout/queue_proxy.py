@@ -1,6 +1,6 @@
 """A bad network between clients and the queue server: it loses, doubles, delays and reorders messages, both ways.
 
-    clients --> front (ROUTER) --> one DEALER per client --> the server        and back, each message at the mercy of `Weather`
+    clients --> front (ROUTER) --> one DEALER per client --> the server      and back, in all `Weather`
 
 For tests and the soak. Nothing here understands a message.
 """
@@ -19,7 +19,7 @@ import zmq
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """Weather(lost=0.03, doubled=0.03, delayed=0.1, delay_s=0.2): shares of all messages, and how late a late one is."""
+    """Weather(lost=0.03, doubled=0.03, delayed=0.1, delay_s=0.2): shares of messages, and how late is late."""
 
     lost: float = 0.0
     doubled: float = 0.0

@@ -6,8 +6,8 @@
 
     consumes  requests        produces  replies        waits for  a request, a deadline        unblocked by  clients
 
-Group commit: everything received in one turn shares one write and one fsync, and nobody is answered before it. If the disk
-refuses, the loop stands still (clients wait, nothing is lost), says so, and goes on when there is space again.
+Group commit: everything received in one turn shares one write and one fsync, and nobody is answered before it. If the
+disk refuses, the loop stands still (clients wait, nothing is lost), says so, and goes on when there is space again.
 """
 
 from __future__ import annotations

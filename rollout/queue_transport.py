@@ -1,4 +1,4 @@
-"""ZeroMQ, as the queue's two ends use it: addresses, keys, limits. The server's and the client's only shared socket code.
+"""ZeroMQ, as the queue's two ends use it: addresses, keys, limits. The only socket code both share.
 
 On one host the address is a private socket file; over TCP, a port the system chose, on the loopback interface unless
 there are keys. A socket file's path must stay under 107 bytes, so it lies in the temporary folder and not in the run's.

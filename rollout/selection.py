@@ -1,9 +1,9 @@
 """Which groups a step consumes, and which rank trains which of them. Pure functions over ledger entries.
 
-`choose` looks at the groups that belong to no step yet, oldest tokens first. It takes the first P that are scored, passing
-over fewer than W unfinished ones, and then asks: can what is left behind still be trained in time? A group of version v
-must be in step v + S at the latest, and each step holds P. If not, the step waits for the ones that are in a hurry
-(mode "wait"), or goes on and lets them grow too old and be dropped (mode "drop").
+`choose` looks at the groups that belong to no step yet, oldest tokens first. It takes the first P that are scored,
+passing over fewer than W unfinished ones, and then asks: can what is left behind still be trained in time? A group of
+version v must be in step v + S at the latest, and each step holds P. If not, the step waits for the ones that are in a
+hurry (mode "wait"), or goes on and lets them grow too old and be dropped (mode "drop").
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The learner's side of the books: `trained.jsonl`, one line per optimizer step and rank, written by the learner itself.
+"""The learner's side of the books: `trained.jsonl`, one line per optimizer step and rank, written by itself.
 
 {"step": 5, "version": 6, "rank": 0, "ordinals": [40, 41], "attempts": [0, 0], "oldest_versions": [3, 4]}
 {"resumed_from": 4}                     the learner started again from version 4: its later steps did not happen

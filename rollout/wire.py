@@ -2,9 +2,10 @@
 
 A group is a header and a body. The body of a group with a prompt of 5 tokens and answers of 3 and 12 tokens is
 
-    prompt_ids int32[5] | token_ids int32[3] int32[12] | behaviour_logprobs float32[3] float32[12] | loss_mask bool[3] bool[12] | extras
+    prompt_ids int32[5] | token_ids int32[3] int32[12] | behaviour_logprobs float32[3] float32[12]
+    | loss_mask bool[3] bool[12] | extras, trajectory by trajectory
 
-cut into frames at array boundaries: one frame if small, else one frame per array, which ZeroMQ then sends without copying.
+cut into frames at array boundaries: one frame if small, else one frame per array, which ZeroMQ sends without copying.
 The cut does not matter to the reader. The header holds everything else, under readable names:
 
     {"schema": 1, "ordinal": 17, "attempt": 0, "prompt": 5, "lengths": [3, 12], "statuses": [0, 1],
@@ -13,7 +14,7 @@ The cut does not matter to the reader. The header holds everything else, under r
      "notes": {"1": {"turns": [0, 9]}}, "verdicts": None, "body": 163}
 
 Servers read headers only (`read_header`); `decode_group` makes arrays that are views of the frames. Nothing is ever
-pickled or evaluated, sizes and nesting are bounded, and bytes that are not a valid message raise WireError with the field.
+pickled or evaluated, sizes and nesting are bounded, and bytes that are no valid message raise WireError with the field.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ DTYPES = frozenset({"<i4", "<f4", "<f2", "<f8", "<i2", "<i8", "<u2", "<u4", "|b1
 
 @dataclass(frozen=True, slots=True)
 class GroupHeader:
-    """What a server knows of a group it never opens: GroupHeader(17, 0, 5, (3, 12), n_tokens=15, oldest_version=4, ...)."""
+    """What a server knows of a group it never opens: GroupHeader(17, 0, 5, (3, 12), n_tokens=15, ...)."""
 
     ordinal: int
     attempt: int
@@ -112,9 +113,9 @@ def encode_group(group: Group) -> tuple[bytes, list[Buffer]]:
     nbytes = sum(c.nbytes for c in columns)
     if nbytes <= ONE_FRAME:
         logprobs = [np.concatenate(logprobs)]
-        frames: list[Buffer] = [b"".join((prompt, *tokens, *logprobs, *masks, *extras))]
+        frames: list[Buffer] = [b"".join(map(memoryview, (prompt, *tokens, *logprobs, *masks, *extras)))]  # type: ignore[arg-type]
     else:
-        frames = [memoryview(c.reshape(-1).view(np.uint8)) for c in columns if c.nbytes]
+        frames = [c.reshape(-1).view(np.uint8).data for c in columns if c.nbytes]
     for i, values in enumerate(logprobs):
         if not np.isfinite(values).all():
             raise WireError(f"trajectories[{i}].behaviour_logprobs", "holds a value that is not finite")
@@ -163,9 +164,9 @@ def _extras(items: Sequence[Trajectory]) -> tuple[list[np.ndarray], list[list[An
 
 def _check(t: Trajectory, i: int) -> None:
     n, spans = len(t.token_ids), t.versions
-    if n and len(t.loss_mask) == n == len(t.behaviour_logprobs) and len(spans) == 1 and not t.extras:
-        if spans[0].start == 0 and spans[0].end == n and spans[0].version >= 0:
-            return  # the usual answer, seen at a glance
+    usual = n and len(t.loss_mask) == n == len(t.behaviour_logprobs) and len(spans) == 1 and not t.extras
+    if usual and spans[0].start == 0 and spans[0].end == n and spans[0].version >= 0:
+        return
     try:
         t.check()
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Proves the rules of the ledger one by one: what each command does, what it refuses, and that a refusal changes nothing."""
+"""Proves the rules of the ledger one by one: what each command does, what it refuses, and that a refusal is void."""
 
 from __future__ import annotations
 

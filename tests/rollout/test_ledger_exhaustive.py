@@ -1,4 +1,4 @@
-"""Explores every state the ledger can reach in small runs, with up to two failures at every possible moment, and proves:
+"""Explores every state the ledger can reach in small runs, with up to two failures at any moment, and proves:
 
     the staleness bound is never broken            slots are never exceeded (but by a learner that was set back)
     conservation holds in every state              from every state, whatever happens next, the run ends

@@ -1,7 +1,7 @@
 """Proves for random runs of any shape, with late, doubled, reordered and senseless calls at every moment:
 
-conservation and the staleness bound hold; replaying the facts, or a snapshot and the facts after it, gives the same ledger;
-a call made twice has one effect; and with a fair scheduler the run ends with every step trained exactly once.
+conservation and the staleness bound hold; replaying the facts, or a snapshot and the facts after it, gives the same
+ledger; a call made twice has one effect; and with a fair scheduler the run ends with every step trained exactly once.
 """
 
 from __future__ import annotations

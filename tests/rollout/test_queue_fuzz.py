@@ -1,5 +1,5 @@
 """Proves that bytes from outside can do no harm: a million mutated messages (here a part of them) raise nothing but
-WireError, and a live server answers ten thousand of them and keeps serving, with its ledger untouched and its memory flat."""
+WireError, and a live server answers ten thousand of them and keeps serving, with its memory flat."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Proves that groups survive the wire bit for bit, without copies, and that bytes from outside can only raise WireError."""
+"""Proves that groups survive the wire bit for bit, without copies, and that bytes from outside only raise WireError."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import msgpack
 import numpy as np
@@ -64,7 +65,7 @@ def test_any_cut_into_frames_reads_the_same(cuts: list[int]) -> None:
     header, frames = encode_group(full_group())
     body = b"".join(frames)
     edges = [0, *sorted(c for c in cuts if c < len(body)), len(body)]
-    pieces = [body[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [body[a:b] for a, b in pairwise(edges)]
     assert same(decode_group(header, pieces), full_group())
 
 
