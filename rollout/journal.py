@@ -250,7 +250,25 @@ def memory_folder(journal_dir: Path, room: int) -> Path | None:
     if space.f_bavail * space.f_frsize < room:
         return None
     name = hashlib.blake2b(str(journal_dir.resolve()).encode(), digest_size=8).hexdigest()
-    return base / f"headrace-{os.getuid()}" / name
+    mine = base / f"headrace-{os.getuid()}"
+    for folder in mine.glob("*"):
+        _remove_if_abandoned(folder)
+    return mine / name
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    """A server that was killed could not tidy up; nobody holds its lock any more."""
+    try:
+        fd = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(fd)
 
 
 class MemoryJournal(Journal):

@@ -22,24 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from rollout import ledger_facts as fact
 from rollout.errors import Drained, LedgerError, QueueError
 from rollout.ledger_books import Books
-from rollout.ledger_facts import (
-    Committed,
-    Draining,
-    Dropped,
-    Generated,
-    Judged,
-    Leased,
-    Noticed,
-    Released,
-    Returned,
-    Rewound,
-    Taken,
-    Trained,
-)
 from rollout.ledger_states import Lease, LedgerSettings, State
-from rollout.selection import Waiting, choose, has_signal, n_scored, shares
+from rollout.selection import Waiting, choose, has_signal, n_scored
 from rollout.types import Verdict
 
 __all__ = ["Ledger", "LedgerSettings"]
@@ -62,7 +49,7 @@ class Ledger(Books):
                 raise Drained(self.ending)
             if found:
                 attempts = tuple(self.entries[o].attempt + 1 if o in self.entries else 0 for o in found)
-                self._record(Leased(tuple(found), attempts, holder, key, self.live))
+                self._record(fact.Leased(tuple(found), attempts, holder, key, self.live))
         for ordinal in found:
             entry = self.entries[ordinal]
             entry.deadline = now + self.settings.lease_s
@@ -89,7 +76,7 @@ class Ledger(Books):
         """ "accepted" (store the payload), "duplicate" or "late" (both: forget it). Raises LedgerError."""
         outcome = self.check_submit(ordinal, attempt, holder)
         if outcome == "accepted":
-            self._record(Generated(ordinal, attempt, n_tokens, oldest_version))
+            self._record(fact.Generated(ordinal, attempt, n_tokens, oldest_version))
         return outcome
 
     def check_submit(self, ordinal: int, attempt: int, holder: str) -> str:
@@ -153,7 +140,7 @@ class Ledger(Books):
         """The first verdicts win. A group without signal is dropped at once, so that its slot is free at once."""
         outcome = self.check_score(ordinal, len(verdicts))
         if outcome == "accepted":
-            self._record(Judged(ordinal, tuple(verdicts)))
+            self._record(fact.Judged(ordinal, tuple(verdicts)))
             self._want_signal(ordinal, verdicts)
         return outcome
 
@@ -166,7 +153,7 @@ class Ledger(Books):
                 self._drop([ordinal], "zero_signal")
             elif not self.noticed:
                 lost = self.refilled["zero_signal"]
-                self._record(Noticed("no_signal", f"step {self.next_step} trains without: {lost} groups had none"))
+                self._record(fact.Noticed("no_signal", f"step {self.next_step} trains without: {lost} groups had none"))
 
     # ---- the learner
 
@@ -190,7 +177,7 @@ class Ledger(Books):
         chosen = choose(step, self.untaken.values(), self.live, self.settings)
         if isinstance(chosen, Waiting):
             return chosen
-        self._record(Taken(step, chosen))
+        self._record(fact.Taken(step, chosen))
         self._end_if_nothing_is_left()
         return chosen
 
@@ -208,15 +195,8 @@ class Ledger(Books):
         if groups is None:
             raise QueueError(f"step {step} cannot be taken again: steps before {self.committed_steps} are committed")
         if any(self.entries[o].state is State.SCORED for o in groups):
-            self._record(Taken(step, groups))
+            self._record(fact.Taken(step, groups))
         return groups
-
-    def share(self, step: int, rank: int, world: int) -> tuple[int, ...]:
-        """The part of a taken step that `rank` trains: token balanced, oldest first, the same whenever it is asked."""
-        if not 0 <= rank < world:
-            raise QueueError(f"rank {rank} of {world} does not exist")
-        tokens = {o: self.entries[o].n_tokens for o in self.plan[step]}
-        return shares(tokens, world)[rank]
 
     def trained(self, step: int, version: int, skipped: Iterable[int] = ()) -> None:
         """The optimizer step is done; groups the learner left out are dropped. Saying it twice changes nothing."""
@@ -231,21 +211,21 @@ class Ledger(Books):
             if states.get(ordinal) is not State.TAKEN:
                 raise LedgerError(ordinal, states.get(ordinal, f"not of step {step}"), "be trained")
         self._drop(skipped, "skipped_by_learner")
-        self._record(Trained(step))
+        self._record(fact.Trained(step))
 
     def release(self, version: int) -> None:
         """The engines serve `version`: the slots of the steps before it are free. Never goes back."""
         if version > self.version:
             raise QueueError(f"version {version} cannot be live: the learner has made {self.version}")
         if version > self.live:
-            self._record(Released(version))
+            self._record(fact.Released(version))
 
     def commit(self, step: int) -> None:
         """A durable checkpoint contains `step`: what was trained up to it may be forgotten."""
         if step >= self.version:
             raise QueueError(f"step {step} cannot be committed: steps before {self.version} are trained")
         if step >= self.committed_steps:
-            self._record(Committed(step))
+            self._record(fact.Committed(step))
 
     def restarted(self, version: int, key: str) -> None:
         """The learner starts again from the checkpoint of `version`: later steps are to be taken again, unchanged."""
@@ -261,7 +241,7 @@ class Ledger(Books):
                 f"the learner cannot restart from version {version}: the journal ends before step {self.next_step}; "
                 f"it has lost acknowledged records (durability 'os' and a power cut?), or belongs to another run"
             )
-        self._record(Rewound(version, key))
+        self._record(fact.Rewound(version, key))
 
     # ---- ends
 
@@ -276,7 +256,7 @@ class Ledger(Books):
     def drain(self, reason: str) -> None:
         """No new ordinals: whole steps are still finished, the rest is dropped as "run_ended"."""
         if not self.draining:
-            self._record(Draining(reason))
+            self._record(fact.Draining(reason))
             self._end_if_nothing_is_left()
 
     def expire(self, now: float) -> None:
@@ -308,16 +288,16 @@ class Ledger(Books):
         poisoned = [o for o in ordinals if failed and self.entries[o].failures + 1 >= self.settings.max_attempts]
         returned = tuple(o for o in ordinals if o not in poisoned)
         if returned:
-            self._record(Returned(returned, reason, failed))
+            self._record(fact.Returned(returned, reason, failed))
         self._drop(poisoned, "poison")
 
     def _drop(self, ordinals: Iterable[int], reason: str) -> None:
         if gone := tuple(o for o in ordinals if o in self.entries):
-            self._record(Dropped(gone, reason))
+            self._record(fact.Dropped(gone, reason))
             self._end_if_nothing_is_left()
 
     def _end_if_nothing_is_left(self) -> None:
         """Once draining, groups that cannot fill a step are dropped: the run ends instead of waiting for ever."""
         too_few = len(self.untaken) < self.settings.groups_per_step
         if self.untaken and (self._all_taken or (self.draining and too_few)):
-            self._record(Dropped(tuple(self.untaken), "run_ended"))
+            self._record(fact.Dropped(tuple(self.untaken), "run_ended"))

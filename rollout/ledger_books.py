@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from rollout.errors import LedgerError
+from rollout.errors import LedgerError, QueueError
 from rollout.ledger_facts import (
     Committed,
     Draining,
@@ -24,6 +24,7 @@ from rollout.ledger_facts import (
     Trained,
 )
 from rollout.ledger_states import Entry, LedgerSettings, State
+from rollout.selection import shares
 
 HELD = (State.ISSUED, State.LEASED, State.GENERATED, State.SCORED, State.TAKEN)  # these occupy slots, and more may
 
@@ -90,6 +91,13 @@ class Books:
         if not 0 <= ordinal < self.issued:
             raise LedgerError(ordinal, "unknown", transition, f"ordinals up to {self.issued - 1} were issued")
         return self.entries.get(ordinal)
+
+    def share(self, step: int, rank: int, world: int) -> tuple[int, ...]:
+        """The part of a taken step that `rank` trains: token balanced, oldest first, the same whenever it is asked."""
+        if not 0 <= rank < world:
+            raise QueueError(f"rank {rank} of {world} does not exist")
+        tokens = {o: self.entries[o].n_tokens for o in self.plan[step]}
+        return shares(tokens, world)[rank]
 
     # ---- making it so
 

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 from rollout.errors import DeadlineError, HeadraceError, QueueError, WireError
 from rollout.ledger_states import Lease
 from rollout.local_payloads import LocalPayloads, Place
-from rollout.queue_connection import BEAT, Answer, Connection
+from rollout.queue_connection import BEAT, Connection
 from rollout.queue_keys import ClientKeys
-from rollout.queue_protocol import WAIT_SLICE, pack_blobs, split_blobs
+from rollout.queue_protocol import WAIT_SLICE, Answer, pack_blobs, split_blobs
 from rollout.types import Group, Verdict
 from rollout.wire import Buffer, decode_group, encode_group
 from rollout.wire_verdicts import read_verdicts, verdicts_row

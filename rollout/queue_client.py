@@ -14,7 +14,7 @@ from typing import Any
 from rollout.errors import Drained, HeadraceError
 from rollout.ledger_states import Lease
 from rollout.queue_calls import Calls, Plan, resume
-from rollout.queue_connection import Answer
+from rollout.queue_protocol import Answer
 
 __all__ = ["AsyncQueueClient", "Drained", "Lease", "QueueClient"]
 

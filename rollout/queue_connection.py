@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,32 +33,12 @@ import zmq
 
 from rollout.errors import HeadraceError, QueueError, WireError
 from rollout.queue_keys import ClientKeys
-from rollout.queue_protocol import read_reply, request_frames
+from rollout.queue_protocol import Answer, Pending, read_reply, request_frames
 from rollout.queue_transport import COPY_BELOW, dealer
 from rollout.wire import Buffer
 
 log = logging.getLogger(__name__)
 BEAT = 1.0  # seconds between heartbeats; three of them without an answer are silence
-
-
-@dataclass(slots=True)
-class Answer:
-    """A reply that is not an error."""
-
-    ok: dict[str, Any]
-    blobs: Sequence[Buffer]
-    epoch: str = ""  # which life of the server answered
-
-
-@dataclass(slots=True)
-class Pending:
-    """A request that nobody has answered yet."""
-
-    op: str
-    frames: list[Buffer]
-    future: Future[Answer]
-    seq: int
-    sent: float = 0.0
 
 
 class Connection:

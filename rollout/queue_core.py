@@ -21,6 +21,7 @@ from rollout.ledger_facts import Committed, Draining, Dropped, Fact, Generated, 
 from rollout.ledger_snapshot import restore, snapshot
 from rollout.ledger_states import LedgerSettings, State
 from rollout.payloads import Payloads
+from rollout.queue_figures import describe
 from rollout.queue_intake import Stored, read_groups, read_leases, read_scores
 from rollout.queue_protocol import Request, pack_blobs
 from rollout.selection import Waiting
@@ -216,7 +217,7 @@ class QueueCore:
         return Reply({"folder": str(self.journal.folder.resolve())})
 
     def stats(self, r: Request, now: float) -> Reply:
-        return Reply({"stats": self.describe()})
+        return Reply({"stats": describe(self)})
 
     # ---- between requests
 
@@ -275,26 +276,6 @@ class QueueCore:
                 self.event("draining", reason=reason)
             case Rewound(version):
                 self.event("learner_restarted", version=version)
-
-    def describe(self) -> dict[str, Any]:
-        """Everything worth showing, as plain values."""
-        ledger = self.ledger
-        return {
-            "counts": ledger.balance(),
-            "conserved": ledger.conserved,
-            "dropped_by_reason": dict(ledger.dropped),
-            "slots": {"all": ledger.settings.slots, "used": ledger.occupied},
-            "next_step": ledger.next_step,
-            "version": ledger.version,
-            "live_version": ledger.live,
-            "committed_steps": ledger.committed_steps,
-            "draining": ledger.ending,
-            "ended": ledger.ended,
-            "poison": list(ledger.poison),
-            "staleness": self.staleness,
-            "bytes": {"in_memory": self.payloads.bytes_waiting, "limit": self.payloads.max_bytes},
-            "journal": {"bytes": self.journal.bytes_written, "syncs": self.journal.syncs},
-        }
 
     def _states(self) -> str:
         shown = (State.ISSUED, State.LEASED, State.GENERATED, State.SCORED, State.TAKEN, State.TRAINED)

@@ -24,6 +24,8 @@ further effect.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 from rollout.errors import ConfigError, Drained, HeadraceError, LedgerError, QueueError, WireError
@@ -111,3 +113,26 @@ def split_blobs(counts: Sequence[int], blobs: Sequence[Buffer], path: str) -> li
     if at != len(blobs):
         raise WireError(f"{path}.groups", f"announces {at} frames, {len(blobs)} came")
     return groups
+
+
+# ---- what a client keeps
+
+
+@dataclass(slots=True)
+class Answer:
+    """A reply that is not an error."""
+
+    ok: dict[str, Any]
+    blobs: Sequence[Buffer]
+    epoch: str = ""  # which life of the server answered
+
+
+@dataclass(slots=True)
+class Pending:
+    """A request that nobody has answered yet."""
+
+    op: str
+    frames: list[Buffer]
+    future: Future[Answer]
+    seq: int
+    sent: float = 0.0

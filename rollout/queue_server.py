@@ -30,6 +30,7 @@ from rollout.journal import SEGMENT, Durability, Journal, MemoryJournal, Stalled
 from rollout.journal_disk import Disk
 from rollout.ledger_states import LedgerSettings
 from rollout.queue_core import QueueCore, Reply
+from rollout.queue_figures import describe
 from rollout.queue_keys import ServerKeys
 from rollout.queue_protocol import WAIT_SLICE, Request, error_frames, reply_frames
 from rollout.queue_transport import COPY_BELOW, Gatekeeper, private_ipc, router
@@ -91,7 +92,7 @@ class QueueServer:
         self.epoch = uuid.uuid4().hex[:12]
         self._parked: dict[tuple[str, int], Parked] = {}
         self._outbox: list[tuple[bytes, list[Buffer]]] = []
-        self._seen_changes = -1
+        self._seen_changes, self._last_tick = -1, 0.0
         self._gauges: dict[str, Any] = {}
         self._counters = {"requests": 0, "refused": 0, "undeliverable": 0, "stalls": 0}
         self._stalled = ""
@@ -193,8 +194,6 @@ class QueueServer:
             self._send(route, frames)
         self._outbox = []
 
-    _last_tick = 0.0
-
     def _wait(self) -> None:
         ready = dict(self._poller.poll(int(TICK * 1000)))
         if self._gatekeeper and self._gatekeeper.socket in ready:
@@ -294,7 +293,7 @@ class QueueServer:
 
     def _publish(self) -> None:
         figures = {"waiting": self._who_waits(), "server": dict(self._counters), "stalled": self._stalled}
-        self._gauges = {**self.core.describe(), **figures}
+        self._gauges = {**describe(self.core), **figures}
 
     def _who_waits(self) -> list[str]:
         return [f"{p.request.holder} waits for {p.why}" for p in self._parked.values()]

@@ -20,7 +20,7 @@ pickled or evaluated, sizes and nesting are bounded, and bytes that are no valid
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,10 @@ from rollout.errors import WireError
 from rollout.types import Group, Status, Trajectory, Verdict
 from rollout.versions import VersionSpan
 from rollout.wire_body import Body
-from rollout.wire_fields import Buffer, Fields
+from rollout.wire_fields import Buffer, Fields, frame_bytes
 from rollout.wire_verdicts import read_optional_verdicts, verdicts_row
+
+__all__ = ["Buffer", "GroupHeader", "decode_group", "encode_group", "frame_bytes", "pack", "read_header", "unpack"]
 
 SCHEMA = 1
 MAX_HEADER = 64 << 20  # bytes of one header
@@ -306,7 +308,3 @@ def _verdicts_or_none(f: Fields, n: int) -> tuple[Verdict | None, ...]:
     if len(verdicts) != n:
         raise WireError("group.verdicts", f"{len(verdicts)} verdicts for {n} trajectories")
     return verdicts
-
-
-def frame_bytes(frames: Iterable[Buffer]) -> int:
-    return sum(len(f) for f in frames)

@@ -6,7 +6,7 @@ f.int("step", 0, 1 << 40)  -> 5        f.str("holder", 100)  -> WireError("reque
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 from rollout.errors import WireError
@@ -102,3 +102,7 @@ def _check_depth(value: Any, path: str, left: int) -> None:
     for child in children:
         if isinstance(child, dict | list):
             _check_depth(child, path, left - 1)
+
+
+def frame_bytes(frames: Iterable[Buffer]) -> int:
+    return sum(len(f) for f in frames)

@@ -42,15 +42,54 @@ def fill(client: QueueClient, n: int, version: int = 0) -> list[int]:
     return [x.ordinal for x in leases]
 
 
-def test_a_group_comes_out_as_it_went_in(client: QueueClient) -> None:
-    leases = client.lease(2, wait_s=5.0)
-    made = [group(x.ordinal, x.attempt, lengths=(3, 100_000)) for x in leases]
-    assert client.submit(made) == {0: "accepted", 1: "accepted"}
-    for_scorer = client.lease_scoring(9, wait_s=5.0)
-    assert [g.trajectories[1].token_ids.sum() for g in for_scorer] == [g.trajectories[1].token_ids.sum() for g in made]
-    client.score({0: GOOD, 1: GOOD})
-    taken: list[Group] = client.take(0, wait_s=5.0)
-    assert all(same(a, b.with_verdicts(GOOD)) for a, b in zip(taken, made, strict=True))
+@pytest.mark.parametrize("durability", ["memory", "os", "fsync"])
+@pytest.mark.parametrize("where", ["read where it lies", "sent", "sent over tcp", "kept in the process"])
+def test_a_group_comes_out_as_it_went_in(
+    tmp_path: Path, durability: str, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "kept in the process":
+        monkeypatch.setattr("rollout.queue_server.memory_folder", lambda *_, **__: None)
+    bind = "tcp://127.0.0.1:0" if "tcp" in where else "ipc://auto"
+    made_server = QueueServer(settings(), tmp_path / "journal", bind, durability)  # type: ignore[arg-type]
+    with made_server as server, QueueClient(server.endpoint, "all-roles", patience_s=20.0) as client:
+        if "sent" in where:
+            client._local = False
+        leases = client.lease(2, wait_s=5.0)
+        made = [group(x.ordinal, x.attempt, lengths=(3, 100_000)) for x in leases]
+        assert client.submit(made) == {0: "accepted", 1: "accepted"}
+        for_scorer = client.lease_scoring(9, wait_s=5.0)
+        assert [g.trajectories[1].token_ids.sum() for g in for_scorer] == [
+            g.trajectories[1].token_ids.sum() for g in made
+        ]
+        client.score({0: GOOD, 1: GOOD})
+        taken: list[Group] = client.take(0, wait_s=5.0)
+        assert all(same(a, b.with_verdicts(GOOD)) for a, b in zip(taken, made, strict=True))
+        client.trained(0, 1)
+        client.release(1)
+        client.restarted(0)
+        assert all(same(a, b) for a, b in zip(client.take(0, wait_s=5.0), taken, strict=True))
+    assert not list(Path("/dev/shm").glob(f"headrace-*/{made_server.core.journal.folder.name}/*.segment"))
+
+
+def test_a_full_queue_pushes_back_and_lets_in_what_the_next_step_needs(tmp_path: Path) -> None:
+    """Room for about one group: the others wait until the learner has trained, except those it waits for."""
+    with (
+        QueueServer(settings(), tmp_path / "journal", max_bytes=100_000) as server,
+        QueueClient(server.endpoint, "producer") as producer,
+        QueueClient(server.endpoint, "learner") as learner,
+    ):
+        leases = producer.lease(4, wait_s=5.0)
+        big = [group(x.ordinal, x.attempt, lengths=(5_000, 5_000)) for x in leases]
+        producer.submit(big[:2])
+        submitting = threading.Thread(target=producer.submit, args=(big[2:],))
+        submitting.start()
+        while not any("room for" in w for w in learner.stats()["waiting"]):
+            time.sleep(0.01)
+        assert learner.stats()["counts"]["generated"] == 2
+        learner.score({0: GOOD, 1: GOOD})
+        learner.take(0, wait_s=5.0)
+        submitting.join(20.0)
+        assert learner.stats()["counts"]["generated"] == 2 and not submitting.is_alive()
 
 
 def test_ranks_share_a_step(client: QueueClient) -> None:
