@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import functools
+import gc
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,13 +34,19 @@ DOORS = {
 }
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> list[str]:
     """Every module named by an import statement of the file, wherever it stands."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    gc.disable()  # CPython 3.11 miscounts its recursion when a collection runs Python code inside ast.parse
+    tree = ast.parse(path.read_text())
+    gc.enable()
+    found: list[str] = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module
+            found.append(node.module)
+    return found
 
 
 def sources() -> list[Path]:
@@ -86,4 +93,4 @@ def test_the_walk_sees_an_import_inside_a_function(tmp_path: Path) -> None:
     """A rule that cannot be broken proves nothing: this is what a breach looks like to it."""
     file = tmp_path / "x.py"
     file.write_text("def f():\n    import ray.util\n    from launch.cli import main\n")
-    assert list(imports(file)) == ["ray.util", "launch.cli"]
+    assert imports(file) == ["ray.util", "launch.cli"]
