@@ -5,14 +5,16 @@ micro-batch travels as the keyword `layout`. Two kernels give the same numbers:
 
     eager   matmuls and a softmax in float32, recomputed in backward: no [heads, T, T] tensor is ever kept
     sdpa    torch's scaled_dot_product_attention per block
+    flex    torch's flex_attention over the whole micro-batch, the blocks as its sparsity; fast only when compiled (GPU)
 
 Legend: T tokens, H query heads, K key heads, R = H / K, D head width, q and k queries and keys of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from learner.packing import Block
 
-NAMES = {"eager": "headrace_eager", "sdpa": "headrace_sdpa"}
+NAMES = {kernel: f"headrace_{kernel}" for kernel in ("eager", "sdpa", "flex")}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,24 +50,50 @@ class BlockMask:
         into[:, self.start : self.stop] += grad[:, n_prefix:]
 
 
-Masks = tuple[BlockMask, ...]
+class Masks:
+    """The layout of one micro-batch on the device, in whichever form a kernel wants; made once, used by all layers."""
 
+    def __init__(self, blocks: Sequence[Block], device: torch.device) -> None:
+        self.blocks, self.device = blocks, device
 
-def masks_of(blocks: Sequence[Block], device: torch.device) -> Masks:
-    """Build the additive masks of a micro-batch once; all layers share them."""
-    made = []
-    for b in blocks:
-        allowed = torch.from_numpy(b.mask()).to(device)
-        bias = torch.zeros(allowed.shape, dtype=torch.float32, device=device).masked_fill_(~allowed, float("-inf"))
-        made.append(BlockMask(b.start, b.stop, b.prefix_start, b.prefix_stop, bias))
-    return tuple(made)
+    @cached_property
+    def dense(self) -> tuple[BlockMask, ...]:
+        """An additive mask per block, for eager and sdpa."""
+        made = []
+        for b in self.blocks:
+            allowed = torch.from_numpy(b.mask()).to(self.device)
+            bias = torch.zeros(allowed.shape, device=self.device).masked_fill_(~allowed, float("-inf"))
+            made.append(BlockMask(b.start, b.stop, b.prefix_start, b.prefix_stop, bias))
+        return tuple(made)
+
+    @cached_property
+    def flex(self) -> Any:
+        """torch's sparse BlockMask of the whole micro-batch, from two numbers per token: own segment, own prompt."""
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        size = self.blocks[-1].stop
+        segment, prompt = (torch.empty(size, dtype=torch.int32) for _ in range(2))
+        for b in self.blocks:
+            prompt[b.start : b.stop] = b.prefix_start
+            begin = b.start
+            for end in b.segments:
+                segment[begin : b.start + end] = begin
+                begin = b.start + end
+        segment, prompt = segment.to(self.device), prompt.to(self.device)
+
+        def sees(_batch: Tensor, _head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (k <= q) & ((segment[q] == segment[k]) | (prompt[q] == segment[k]))
+
+        return create_block_mask(sees, None, None, size, size, device=self.device)
 
 
 class _EagerBlocks(torch.autograd.Function):
     """softmax(q k^T * scale + bias) v per block. Keeps q, k, v and the output; the weights are computed again."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, masks: Masks) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, masks: tuple[BlockMask, ...]
+    ) -> Tensor:
         heads, _, width = query.shape
         out = torch.empty_like(query)
         for m in masks:
@@ -99,13 +127,13 @@ class _EagerBlocks(torch.autograd.Function):
 
 
 def _weights(q: Tensor, k: Tensor, scale: float, bias: Tensor) -> Tensor:
-    """[K, R*q, D] x [K, k, D] -> float32 [K, R*q, k]. The softmax is torch's: exp of -inf alone costs ten times as much."""
+    """[K, R*q, D] x [K, k, D] -> float32 [K, R*q, k]. torch's softmax: exp alone is ten times as slow at -inf."""
     scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scale)
     scores.view(scores.shape[0], -1, *bias.shape).add_(bias)
     return torch.softmax(scores, dim=-1)
 
 
-def _sdpa_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float, masks: Masks) -> Tensor:
+def _sdpa_blocks(query: Tensor, key: Tensor, value: Tensor, scale: float, masks: tuple[BlockMask, ...]) -> Tensor:
     parts = []
     repeats = query.shape[0] // key.shape[0]
     for m in masks:
@@ -135,21 +163,23 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """The function transformers calls. Returns [1, T, H, D]."""
     if layout is None:
-        raise ValueError("packed attention was called without `layout`: pass masks_of(batch.blocks) to the model")
+        raise ValueError("packed attention was called without `layout`: pass Masks(batch.blocks, device) to the model")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if kernel == "eager":
-        out = _EagerBlocks.apply(query[0], key[0], value[0], scale, layout)
+        out = _EagerBlocks.apply(query[0], key[0], value[0], scale, layout.dense)
+    elif kernel == "sdpa":
+        out = _sdpa_blocks(query[0], key[0], value[0], scale, layout.dense)
     else:
-        out = _sdpa_blocks(query[0], key[0], value[0], scale, layout)
+        out = _flex(query.device.type)(query, key, value, block_mask=layout.flex, scale=scale, enable_gqa=True)[0]
     return out.transpose(0, 1).unsqueeze(0), None
 
 
-def _eager(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return packed_attention(module, *args, kernel="eager", **kwargs)
+@cache
+def _flex(device_type: str) -> Callable[..., Tensor]:
+    """Compiled where that pays; on the CPU its plain form is a dense product, good for proofs only."""
+    from torch.nn.attention.flex_attention import flex_attention
 
-
-def _sdpa(module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    return packed_attention(module, *args, kernel="sdpa", **kwargs)
+    return torch.compile(flex_attention, dynamic=True) if device_type == "cuda" else flex_attention
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -160,6 +190,6 @@ def register() -> None:
     """Make both kernels known to transformers (idempotent)."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    for kernel, function in (("eager", _eager), ("sdpa", _sdpa)):
-        AttentionInterface.register(NAMES[kernel], function)
-        AttentionMaskInterface.register(NAMES[kernel], _no_mask)
+    for kernel, name in NAMES.items():
+        AttentionInterface.register(name, partial(packed_attention, kernel=kernel))
+        AttentionMaskInterface.register(name, _no_mask)

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from learner import export, reference, snapshot, train_step
+from learner import export, heap, reference, snapshot, train_step
 from learner.choices import Choices
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.critic import CriticModule, ValueHead
@@ -35,7 +35,7 @@ from learner.look import Stepped
 from learner.packing import Answer, pack
 from learner.policy import DTYPES, Inputs, PolicyOutput, layout_of, load_policy
 from learner.schedule import learning_rate
-from learner.weights import named_weights
+from learner.weights import NamedWeight, adapter_weights, named_weights
 from learner.world import World
 from learner.zero_config import deepspeed_config, refuse_what_cannot_be_kept
 from rollout.errors import DivergedError
@@ -177,6 +177,8 @@ class LearnerEngine:
         self.version = 0
         self.bad_steps = 0  # in a row
         self.skipped_ordinals: tuple[int, ...] = ()  # of the last step: the groups whose gradient was not finite
+        if self.device.type == "cpu":
+            heap.keep()
         torch.manual_seed(seed)
         self.kl_coef = choices.kl_coef
         self.policy = load_policy(model_dir, learner, self.device)
@@ -269,7 +271,14 @@ class LearnerEngine:
         Under ZeRO-3 a tensor is gathered while the consumer has it; what is yielded is a copy, so that it stays valid
         after the gather is let go. Otherwise it may be the weight itself: it changes at the next `train_step`.
         """
-        for weight in named_weights(self.policy):
+        yield from self._stream(named_weights(self.policy))
+
+    def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapters alone, under peft's names; like `state_tensors` otherwise."""
+        yield from self._stream(adapter_weights(self.policy))
+
+    def _stream(self, named: Iterator[NamedWeight]) -> Iterator[tuple[str, Tensor]]:
+        for weight in named:
             with self.zero.gathered(weight.params):
                 tensor = weight.whole().to(self.serving_dtype)
                 yield weight.name, tensor.clone() if self.config.zero_stage == 3 else tensor

@@ -50,7 +50,7 @@ class Inputs:
             predict_at=torch.from_numpy(batch.predict_at).to(device),
             targets=torch.from_numpy(batch.targets).to(device),
             last_at=torch.from_numpy(batch.last_at).to(device),
-            masks=None if padded else attention.masks_of(batch.blocks, device),
+            masks=None if padded else attention.Masks(batch.blocks, device),
             attention_mask=rows,
         )
 
@@ -82,7 +82,7 @@ class PolicyModule(nn.Module):
     def __init__(self, model: nn.Module, head_chunk: int = 0, head_float32: bool = False) -> None:
         super().__init__()
         self.model = model
-        self.head_chunk = head_chunk or max(16, (8 << 20) // model.config.get_text_config().vocab_size)
+        self.head_chunk = head_chunk or max(16, (32 << 20) // model.config.get_text_config().vocab_size)
         self.head_float32 = head_float32
         self.value_head: nn.Module | None = None  # set where policy and critic share the trunk
 
@@ -139,6 +139,8 @@ def _kernel(config: LearnerConfig, device: torch.device) -> str:
         name = "eager" if device.type == "cpu" else "sdpa"
     if config.packing == "padded":
         return {"flash": "flash_attention_2", "flex": "flex_attention"}.get(name, name)
+    if name == "flex" and device.type == "cpu":
+        raise ConfigError("topology.learner.attention: 'flex' cannot learn on a CPU; use 'auto', 'eager' or 'sdpa'")
     if name == "flash":
         raise ConfigError(
             "topology.learner.attention: 'flash' has no packed form here; use 'sdpa' or 'flex', or packing: padded"

@@ -231,3 +231,85 @@ def test_every_online_preset_takes_a_step(tiny_model: Path, make_groups: MakeGro
     if presets.PRESETS[preset].kl_coef:
         assert abs(metrics["policy/kl_ref"]) < 1e-6  # nothing has moved yet
         assert e.train_step(groups, 1)["policy/kl_ref"] > 1e-6
+
+
+def test_adapters_learn_alone_and_travel_merged(tiny_model: Path, make_groups: MakeGroups, tmp_path: Path) -> None:
+    e = engine(tiny_model, "grpo", lora_rank=4, zero_stage=2)
+    trained = {name for name, _ in e.zero.trained()}
+    assert trained and all(".lora_" in name for name in trained)
+    before, groups = weights(e), with_behaviour_of(e, make_groups())
+    first = e.train_step(groups, 0)
+    assert first["policy/kl_ref"] == pytest.approx(0, abs=1e-6)  # the reference is the policy without its adapters
+    e.train_step(groups, 1)
+    after = weights(e)
+    assert after.keys() == {name for name, _ in engine(tiny_model).state_tensors()}
+    assert {n for n in after if not torch.equal(after[n], before[n])} == {n for n in after if "_proj" in n}
+    e.export_hf(tmp_path / "merged")
+    merged = engine(tmp_path / "merged")
+    prompt, answer = groups[0].prompt_ids.tolist(), groups[0].trajectories[0].token_ids.tolist()
+    assert np.abs(merged.score(prompt, answer) - e.score(prompt, answer)).max() < 1e-4
+    e.save_checkpoint(tmp_path / "v2")
+    other = engine(tiny_model, "grpo", lora_rank=4, zero_stage=1)
+    other.load_checkpoint(tmp_path / "v2")
+    assert all(torch.equal(after[n], t) for n, t in weights(other).items())
+    assert {n for n, _ in other.adapter_tensors()} == {
+        n.removeprefix("model.").replace(".default", "") for n in trained
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"offload_optimizer": True, "zero_stage": 2},
+        {"offload_optimizer": True, "offload_params": True, "zero_stage": 3},
+        {"gradient_checkpointing": True, "zero_stage": 1},
+        {"gradient_checkpointing": True, "zero_stage": 3},
+        {"reference_offload": True, "zero_stage": 1},
+        {"head_float32": True, "head_chunk": 7},
+        {"attention": "sdpa"},
+    ],
+    ids=lambda o: " ".join(o),
+)
+def test_the_same_step_however_it_is_held(
+    tiny_model: Path, make_groups: MakeGroups, options: dict[str, object]
+) -> None:
+    groups = make_groups()
+    plain, other = engine(tiny_model, "grpo"), engine(tiny_model, "grpo", accumulation=2, **options)
+    for step in range(2):
+        want, got = plain.train_step(groups, step), other.train_step(groups, step)
+        assert got["loss/total"] == pytest.approx(want["loss/total"], rel=1e-4, abs=1e-6)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+    theirs = weights(other)
+    assert all(torch.allclose(t, theirs[n], rtol=1e-4, atol=1e-5) for n, t in weights(plain).items())
+
+
+def test_the_reference_is_refreshed_and_saved(tiny_model: Path, make_groups: MakeGroups, tmp_path: Path) -> None:
+    e = engine(tiny_model, "grpo", reference_refresh=2)
+    groups = with_behaviour_of(e, make_groups())
+    kl = [e.train_step(groups, step)["policy/kl_ref"] for step in range(3)]
+    assert kl[0] == pytest.approx(0, abs=1e-6) and kl[1] > 1e-6 and kl[2] == pytest.approx(0, abs=1e-6)
+    e.save_checkpoint(tmp_path / "v3")
+    other = engine(tiny_model, "grpo", reference_refresh=2)
+    other.load_checkpoint(tmp_path / "v3")
+    assert other.train_step(groups, 3)["policy/kl_ref"] == e.train_step(groups, 3)["policy/kl_ref"] > 1e-6
+
+
+def test_flex_attention_is_refused_where_it_cannot_learn(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'flex' cannot learn on a CPU"):
+        engine(tiny_model, attention="flex")
+
+
+@pytest.mark.parametrize("critic", ["own", "shared"])
+def test_the_critic_learns_the_return(tiny_model: Path, make_groups: MakeGroups, critic: str, tmp_path: Path) -> None:
+    overrides = {"critic_learning_rate": 3e-3, "kl_coef": 0.0, "lam": 1.0}
+    e = engine(tiny_model, "ppo", overrides, critic=critic, zero_stage=1)
+    groups = make_groups()
+    errors = [e.train_step(groups, step)["critic/squared_error"] for step in range(12)]
+    tokens = [(len(t), t.verdict.value) for g in groups for t in g.trajectories]
+    returned = sum(n * reward for n, reward in tokens) / sum(n for n, _ in tokens)
+    assert errors[0] == pytest.approx(returned)  # values start at 0 and every token of a good answer returns 1
+    assert errors[-1] < 0.6 * errors[0]
+    e.save_checkpoint(tmp_path / "v12")
+    other = engine(tiny_model, "ppo", overrides, critic=critic, zero_stage=1)
+    other.load_checkpoint(tmp_path / "v12")
+    assert other.train_step(groups, 12)["critic/squared_error"] == e.train_step(groups, 12)["critic/squared_error"]

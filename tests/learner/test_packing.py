@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from learner import attention
 from learner.config import LearnerConfig
 from learner.packing import Answer, Layout, pack
 from learner.policy import Inputs, load_policy
@@ -138,6 +139,20 @@ def test_packed_equals_padded_in_value_and_gradient(tiny_model: Path, kernel: st
     assert got_grads.keys() == want_grads.keys() and len(got_grads) > 10
     for name, grad in want_grads.items():
         assert (got_grads[name] - grad).norm() <= 2e-6 * grad.norm() + 1e-6, name
+
+
+def test_the_kernels_agree_on_any_layout() -> None:
+    """Also flex, whose backward pass needs a GPU: here its sparsity is proved to be the same mask."""
+    (batch,) = pack(answers_of([(40, [3, 17, 60, 1]), (5, [2]), (3, [90, 90])]), token_budget=1 << 20, layout="shared")
+    layout = attention.Masks(batch.blocks, torch.device("cpu"))
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, batch.n_tokens, 16) for heads in (4, 2, 2))
+    with torch.no_grad():
+        eager, sdpa, flex = (
+            attention.packed_attention(torch.nn.Identity(), query, key, value, None, layout=layout, kernel=kernel)[0]
+            for kernel in ("eager", "sdpa", "flex")
+        )
+    assert torch.allclose(eager, sdpa, atol=1e-5) and torch.allclose(eager, flex, atol=1e-5)
 
 
 def test_an_empty_micro_batch_gives_every_parameter_a_zero_gradient(tiny_model: Path) -> None:
