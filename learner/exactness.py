@@ -7,7 +7,8 @@ One global batch (ragged groups, tool tokens, NaNs where nothing may be read, a 
     world 1, 2, 4  x  accumulation 1, 2, 4  x  shared, packed, padded  x  ZeRO 0, 1, 2, 3      for a preset
 
 and gradients (as AdamW saw them) and weights after two steps are compared with world 1, one padded micro-batch, no
-ZeRO. Without --full a spanning subset runs. The ranks are real processes over gloo; each world runs its cases in turn.
+ZeRO. Without --full a spanning subset runs, in which checkpoints also cross from one cut to another. The ranks are
+real processes over gloo; each world runs its cases in turn.
 Adam's first steps have the size of the learning rate however small a gradient is, so where one is rounding noise the
 weight's last bits differ: the rate is 2e-4, and the comparison is in the norm of each tensor.
 """
@@ -46,10 +47,12 @@ class Case:
     layout: str = "padded"
     zero_stage: int = 0
     preset: str = "dapo"
+    loads: str = ""  # the name of a case, of no more ranks, whose checkpoint after the first step this one goes on from
 
     @property
     def name(self) -> str:
-        return f"{self.preset}-w{self.world}-a{self.accumulation}-{self.layout}-z{self.zero_stage}"
+        cut = f"{self.preset}-w{self.world}-a{self.accumulation}-{self.layout}-z{self.zero_stage}"
+        return f"{cut}-after-{self.loads}" if self.loads else cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +76,13 @@ def full(preset: str) -> list[Case]:
 
 
 def spanning(preset: str) -> list[Case]:
-    """Every value of every axis, every pair of (world, ZeRO stage) with world 1 and 2, and the far corner."""
+    """Every value of every axis, each ZeRO stage with 1 and 2 ranks, the far corner, and checkpoints across them."""
     layouts, counts = ("shared", "packed", "padded"), (1, 2, 4)
     pairs = enumerate(itertools.product((1, 2), (0, 1, 2, 3)))
     cases = [Case(world, counts[i % 3], layouts[(i + i // 3) % 3], stage, preset) for i, (world, stage) in pairs]
-    return [*cases, Case(4, 2, "shared", 3, preset)]
+    far = Case(4, 2, "shared", 3, preset)
+    up = Case(2, 2, "shared", 3, preset, loads=Case(preset=preset).name)
+    return [*cases, far, up, Case(4, 1, "packed", 1, preset, loads=cases[-1].name)]
 
 
 def compare(model_dir: Path, cases: Sequence[Case], timeout_s: float = 600.0) -> list[Difference]:
@@ -134,6 +139,8 @@ def _difference(folder: Path, case: Case, plain: Case) -> Difference:
     from safetensors.torch import load_file
 
     got, want = load_file(folder / f"{case.name}.safetensors"), load_file(folder / f"{plain.name}.safetensors")
+    if case.loads:
+        want = {key: tensor for key, tensor in want.items() if key.startswith("weights/")}
     if got.keys() != want.keys():
         raise RuntimeError(f"{case.name} wrote other tensors than {plain.name}: {sorted(got.keys() ^ want.keys())}")
     worst = {"gradient": (0.0, ""), "weights": (0.0, "")}
@@ -172,6 +179,7 @@ def groups_of(seed: int, n_groups: int = 8, size: int = 4) -> list[Group]:
 def run_case(model_dir: Path, case: Case, folder: Path) -> None:
     """Two steps on this rank's share; rank 0 writes what came out."""
     from safetensors.torch import save_file
+    from torch import Tensor
 
     from learner import presets
     from learner.config import AlgorithmConfig, LearnerConfig
@@ -198,12 +206,16 @@ def run_case(model_dir: Path, case: Case, folder: Path) -> None:
         serving_dtype="float32",
         component_weights={"exact": 1.0},
     )
-    kept = {}
-    for step in range(STEPS):
+    kept: dict[str, Tensor] = {}
+    if case.loads:
+        engine.load_checkpoint(folder / f"{case.loads}.checkpoint")
+    for step in range(engine.version, STEPS):
         groups = groups_of(step)
         engine.train_step([g for i, g in enumerate(groups) if i % case.world == engine.world.rank], step)
         if step == 0:  # after the first step the first moment is (1 - beta) times the clipped gradient
             kept |= {f"gradient/{n}": engine.zero.read(p, "exp_avg").clone() for n, p in engine.zero.trained()}
+        if step == 0:
+            engine.save_checkpoint(folder / f"{case.name}.checkpoint")
     kept |= {f"weights/{name}": tensor.clone().contiguous() for name, tensor in engine.state_tensors()}
     if engine.world.rank == 0:
         save_file(kept, folder / f"{case.name}.safetensors")

@@ -1,4 +1,4 @@
-"""Keep freed memory in the process: on a CPU, asking the kernel for the same big tensors every step costs a tenth of it.
+"""Keep freed memory in the process: asking the kernel for the same big tensors every step costs a tenth of it on a CPU.
 
 glibc gives blocks above 32 MB back at once and gets them again page by page; the learner's activations and logits are
 such blocks, of the same sizes each step. Peak memory does not change, memory between steps does.

@@ -20,11 +20,12 @@ def test_the_spanning_subset_agrees(tiny_model: Path) -> None:
     cases = exactness.spanning("dapo")
     for axis in ("world", "accumulation", "layout", "zero_stage"):
         assert {getattr(c, axis) for c in cases} == {getattr(c, axis) for c in exactness.full("dapo")}
+    assert {(c.world, c.loads[5:7]) for c in cases if c.loads} == {(2, "w1"), (4, "w2")}  # checkpoints that cross
     assert not [d for d in exactness.compare(tiny_model, cases, timeout_s=500) if not d.holds]
 
 
-def test_a_wrong_denominator_would_be_seen(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison itself: a batch that lacks one answer differs far beyond the tolerance."""
+def test_the_comparison_sees_the_last_bits(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison itself: rounding alone is seen once the tolerance is taken away."""
     case = Case(accumulation=2, layout="shared", zero_stage=1)
     monkeypatch.setattr(exactness, "TOLERANCE", 0.0)
     (difference,) = exactness.compare(tiny_model, [case], timeout_s=100)
