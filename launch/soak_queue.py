@@ -25,14 +25,21 @@ from pathlib import Path
 from typing import Any
 
 from launch.soak_faults import SABOTAGE, believe_everything, tear
-from launch.soak_roles import BEAT_S, Plan, role
+from launch.soak_roles import BAD_WEATHER, BEAT_S, DOUBLE_WEATHER, Plan, role
 from rollout import journal_segments
 from rollout.audit import audit
 from rollout.errors import DeadlineError, HeadraceError
 from rollout.ledger_states import LedgerSettings
 from rollout.queue_client import QueueClient
+from rollout.queue_proxy import Weather
 
 ROLES = ("server", "network", "producer-0", "producer-1", "scorer-0", "learner")
+AIMS = {  # whom to attack most, so that a missing protection shows soon
+    "fsync": ("server",) * 4,
+    "crc": ("server",) * 6,
+    "leases": ("producer-0", "producer-1") * 3,
+    "idempotency": (),
+}
 FAULTS = ("kills", "stops", "torn")
 WRONGS = (
     "lost",
@@ -49,14 +56,17 @@ WRONGS = (
 class Seed:
     """One run under attack."""
 
-    def __init__(self, folder: Path, seed: int, sabotage: str, steps: int, deadline_s: float) -> None:
+    def __init__(self, folder: Path, seed: int, sabotage: str, aim: str, steps: int, deadline_s: float) -> None:
         self.rng = random.Random(seed)
+        self.targets = (*ROLES, "server", "learner", *AIMS.get(aim, ()))
+        self.torn_share, self.tear_below = (1.0, 0.5) if aim == "crc" else (0.5, 1.0)
+        weather = DOUBLE_WEATHER if aim == "idempotency" else BAD_WEATHER if seed % 3 else Weather()
         settings = LedgerSettings(
             groups_per_step=self.rng.choice([2, 4]), group_size=2, bound=self.rng.choice([0, 1, 2]),
             mode=self.rng.choice(["wait", "drop"]), max_steps=steps, lease_s=1.0, group_deadline_s=60.0,
             max_attempts=50, min_viable=1,
         )  # fmt: skip
-        self.plan = Plan(str(folder), seed, settings, sabotage, bad_weather=seed % 3 != 0)
+        self.plan = Plan(str(folder), settings, sabotage, weather)
         self.deadline = time.monotonic() + deadline_s
         self.processes: dict[str, Any] = {}
         self.context = multiprocessing.get_context("forkserver")
@@ -95,7 +105,7 @@ class Seed:
 
     def _attack(self) -> None:
         time.sleep(self.rng.random() * 0.25)
-        name = self.rng.choice((*ROLES, "server", "learner"))
+        name = self.rng.choice(self.targets)
         process = self.processes[name]
         if not process.is_alive():
             return
@@ -109,9 +119,10 @@ class Seed:
         self.faults["kills"] += 1
         process.kill()
         process.join()
-        if name == "server" and self.rng.random() < 0.5 and list(self.plan.path("journal").glob("*.segment")):
+        torn = name == "server" and self.rng.random() < self.torn_share
+        if torn and list(self.plan.path("journal").glob("*.segment")):
             self.faults["torn"] += 1
-            tear(self.plan.path("journal"), self.rng.random())
+            tear(self.plan.path("journal"), self.rng.random() * self.tear_below)
 
     def _end_all(self) -> None:
         for process in self.processes.values():
@@ -137,16 +148,24 @@ class Seed:
 
 
 def soak_queue(
-    seeds: int | Sequence[int], sabotage: str = "", steps: int = 8, deadline_s: float = 90.0, keep: Path | None = None
+    seeds: int | Sequence[int],
+    sabotage: str = "",
+    steps: int = 8,
+    deadline_s: float = 90.0,
+    keep: Path | None = None,
+    aim: str = "",
 ) -> dict[str, Any]:
-    """Run the seeds one after the other; the sum of what happened. `sabotage` takes one protection away (SABOTAGE)."""
+    """Run the seeds one after the other; the sum of what happened.
+
+    `sabotage` takes one protection away (SABOTAGE); `aim` attacks mostly where that protection stands.
+    """
     numbers = range(seeds) if isinstance(seeds, int) else seeds
     total: dict[str, Any] = {"seeds": 0, "sabotage": sabotage or None, "bad_seeds": []}
     started = time.monotonic()
     with _sabotaged(sabotage):
         for seed in numbers:
             folder = Path(tempfile.mkdtemp(prefix="headrace-soak-"))
-            result = Seed(folder, seed, sabotage, steps, deadline_s).run()
+            result = Seed(folder, seed, sabotage, aim or sabotage, steps, deadline_s).run()
             total["seeds"] += 1
             for key, value in result.items():
                 total[key] = total.get(key, 0) + value

@@ -30,7 +30,8 @@ from rollout.types import Group, Scored, Status, Trajectory, Verdict
 from rollout.versions import VersionSpan
 
 BEAT_S = 0.1
-WEATHER = Weather(lost=0.02, doubled=0.05, delayed=0.1, delay_s=0.3)
+BAD_WEATHER = Weather(lost=0.02, doubled=0.05, delayed=0.1, delay_s=0.3)
+DOUBLE_WEATHER = Weather(lost=0.02, doubled=0.4, delayed=0.4, delay_s=0.8)
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,9 @@ class Plan:
     """What every process of one seed is told."""
 
     folder: str
-    seed: int
     settings: LedgerSettings
     sabotage: str = ""
-    bad_weather: bool = True
+    weather: Weather = BAD_WEATHER
 
     def path(self, name: str) -> Path:
         return Path(self.folder) / name
@@ -108,7 +108,7 @@ def server(plan: Plan) -> None:
 
 
 def network(plan: Plan) -> None:
-    Proxy(plan.front, plan.server, WEATHER if plan.bad_weather else Weather(), random.randrange(1 << 30)).run()
+    Proxy(plan.front, plan.server, plan.weather, random.randrange(1 << 30)).run()
 
 
 def producer(plan: Plan, name: str) -> None:
@@ -120,7 +120,7 @@ def producer(plan: Plan, name: str) -> None:
             except Drained:
                 return
             version = plan.number("served")
-            time.sleep(rng.random() * 0.02)
+            time.sleep(rng.random() * 0.1)
             if leases and rng.random() < 0.05:
                 queue.give_back([leases.pop().ordinal], "changed its mind", failed=False)
             if leases:

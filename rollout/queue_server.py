@@ -184,11 +184,12 @@ class QueueServer:
                 if received > TURN_BYTES:
                     break
                 received += self._receive(now)
-        if now - self._last_tick >= TICK:
+        tick = now - self._last_tick >= TICK
+        if tick:
             self._last_tick = now
             self.core.tick(now)
             self._publish()
-        self._serve_parked(now)
+        self._serve_parked(now, thorough=tick)
         self._flush()
         for route, frames in self._outbox:
             self._send(route, frames)
@@ -232,10 +233,15 @@ class QueueServer:
         """Requests that a client waits for and that are not parked here: lost, or answered by a lost reply."""
         return [s for s in beat.ints("outstanding", 0, 1 << 62) if (beat.client, s) not in self._parked]
 
-    def _serve_parked(self, now: float) -> None:
-        """Those who wait, in the order they came, if anything has changed; and those whose wait is over."""
+    def _serve_parked(self, now: float, thorough: bool) -> None:
+        """Those who wait, in the order they came, if anything has changed; and those whose wait is over.
+
+        Once per tick what they wait for is put into words afresh; in between only those are tried who may be served.
+        """
         changed, self._seen_changes = self.core.changes != self._seen_changes, self.core.changes
         for key, parked in list(self._parked.items()) if changed else ():
+            if not (thorough or self.core.may_answer(parked.request.op)):
+                continue
             try:
                 answer = self.core.handle(parked.request, now)
             except HeadraceError as error:

@@ -9,9 +9,6 @@ import pytest
 from launch.soak_faults import SABOTAGE
 from launch.soak_queue import WRONGS, main, soak_queue
 
-# a seed on which each sabotage shows within seconds
-TELLING_SEEDS = {"fsync": range(0, 6), "idempotency": range(0, 6), "leases": range(0, 6), "crc": range(0, 6)}
-
 
 @pytest.mark.timeout(180)
 def test_nothing_is_lost_and_nothing_is_trained_twice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,12 +18,15 @@ def test_nothing_is_lost_and_nothing_is_trained_twice(capsys: pytest.CaptureFixt
     assert all(total[wrong] == 0 for wrong in WRONGS)
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("protection", SABOTAGE)
-def test_without_any_one_protection_the_soak_fails(protection: str) -> None:
-    for seed in TELLING_SEEDS[protection]:
-        total = soak_queue([seed], protection, deadline_s=25.0)
-        if total["bad_seeds"]:
+SLOW = [pytest.mark.soak, pytest.mark.timeout(900)]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("protection", ["crc", *(pytest.param(p, marks=SLOW) for p in SABOTAGE if p != "crc")])
+def test_without_any_one_protection_the_same_attack_does_damage(protection: str) -> None:
+    """With all protections in place it does none."""
+    assert soak_queue([0], aim=protection)["bad_seeds"] == []
+    for seed in range(8):
+        if soak_queue([seed], protection, deadline_s=20.0)["bad_seeds"]:
             return
     raise AssertionError(f"nobody misses {protection}")
