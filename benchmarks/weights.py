@@ -216,6 +216,13 @@ class BareCalls(WeightCalls):
         return time.perf_counter() - started
 
 
+async def bare_load(engine: Any) -> float:
+    token = await engine.pause("bench", ttl_s=60)
+    (seconds,) = await engine._llm.collective_rpc("headrace_bare_load")
+    await engine.resume(token)
+    return float(seconds)
+
+
 async def stall(model: Path, weights: Weights, repeats: int, scratch: str) -> dict[str, float]:
     """Bare reload and our commit, taking turns, while 16 requests are always in flight."""
     from rollout import vllm_weights
@@ -244,10 +251,11 @@ async def stall(model: Path, weights: Weights, repeats: int, scratch: str) -> di
         at = time.perf_counter()
         sent, _ = await asyncio.gather(asyncio.to_thread(sender.send, manifest), engine.stage_weights(manifest))
         staged = time.perf_counter() - at
+        if k % 2:  # whoever loads second finds warmer caches: take turns
+            seconds = await bare_load(engine)
         report = await engine.commit_weights(k + 1, sent.root)
-        token = await engine.pause("bench", ttl_s=60)
-        (seconds,) = await engine._llm.collective_rpc("headrace_bare_load")
-        await engine.resume(token)
+        if not k % 2:
+            seconds = await bare_load(engine)
         if k:
             bare.append(seconds)
             ours.append(report.stall_s)
@@ -327,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="headrace bench weights", description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=Path("models/smollm2-135m"))
     parser.add_argument("--json", type=Path, help="also write one JSON object to this file")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5, help="length of the chain of deltas; 0 leaves it out")
     parser.add_argument("--lr", type=float, default=1e-6)
     parser.add_argument("--no-engine", action="store_true", help="leave vLLM out (no load, no stall)")

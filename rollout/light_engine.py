@@ -50,8 +50,8 @@ def logits(weights: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.T
 
 def always(token: int, vocab: int) -> dict[str, torch.Tensor]:
     """Weights under which every greedy token is `token`: an engine that emits the version it serves."""
-    head = torch.zeros(vocab, vocab)
-    head[:, token % vocab] = 20.0
+    head = torch.arange(vocab, dtype=torch.float32).unsqueeze(1).repeat(1, vocab)  # no two rows have equal bytes
+    head[:, token % vocab] += 20.0
     return {HEAD: head}
 
 

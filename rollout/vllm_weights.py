@@ -37,6 +37,7 @@ from rollout.weight_spool import Staged
 from rollout.weight_stream import NamedTensor, views
 
 BACKEND = "headrace"
+_KEEP_BEHIND = 64 << 20
 WORKER_EXTENSION = "rollout.vllm_weights.WeightCalls"
 
 
@@ -146,12 +147,18 @@ class HeadraceTransfer(WeightTransferEngine[HeadraceInit, HeadraceUpdate]):
         self._loaded = staged
 
     def _released_behind(self, staged: Staged) -> Iterator[NamedTensor]:
-        """The staged tensors in order; pages of those already loaded leave resident memory."""
-        at = 0
+        """The staged tensors in order; pages of those loaded leave resident memory.
+
+        vLLM keeps the tensors of a layer until the layer is complete, and copies them only then: hence the distance.
+        """
+        at = released = 0
         for spec, (name, tensor) in zip(staged.manifest.tensors, views(staged.manifest, staged.bytes()), strict=True):
             yield name, tensor
-            staged.place.release(at, at + spec.nbytes)
             at += spec.nbytes
+            if at - released > _KEEP_BEHIND:
+                staged.place.release(released, at - _KEEP_BEHIND // 2)
+                released = at - _KEEP_BEHIND // 2
+        staged.place.release(released, at)
 
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
