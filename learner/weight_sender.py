@@ -72,7 +72,7 @@ class _Pipe:
             bucket = self._plan[self._next]
             upto = min(bucket.end, end)
             piece = data[self._at - start : upto - start]
-            proof.update(piece.numpy())
+            proof.update(piece.numpy().data)
             if bucket.start >= start and bucket.end <= end:
                 direct.append(self._group.broadcast(piece))
             else:

@@ -67,7 +67,7 @@ class Steps:
             self.reach("bucket")
             return broadcast(group, buffer)
 
-        GlooGroup.broadcast = watched  # type: ignore[method-assign]
+        GlooGroup.broadcast = watched  # type: ignore[method-assign, assignment]
 
 
 # --- the wire between parent and child --------------------------------------------------------------------------------

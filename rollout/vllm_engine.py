@@ -134,6 +134,11 @@ class VllmEngine:
             raise ConfigError(
                 f"model.path: {self.settings.model_dir!r} has no config.json; name a Hugging Face model directory"
             )
+        if self.settings.tensor_parallel > 1 and self.settings.plane == "gloo":
+            raise ConfigError(
+                f"weights.plane: gloo has one receiver per engine, here are {self.settings.tensor_parallel} workers; "
+                "choose store (each worker pulls for itself) or nccl"
+            )
         for key, value in vllm_environment(self.settings.threads).items():
             os.environ.setdefault(key, value)
         os.environ["OMP_NUM_THREADS"] = str(self.settings.threads)

@@ -67,7 +67,7 @@ class GlooGroup:
         try:
             store = MeetingStore(rdv)
             _announce_and_await(store, rdv, names or {})
-            options = dist.ProcessGroupGloo._Options()
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=store.address)]
             # everybody is there, so connecting takes milliseconds; who dies just now must not cost a whole deadline
             options._timeout = timedelta(seconds=min(rdv.timeout_s, max(2.0, rdv.timeout_s / 4)))
@@ -90,7 +90,7 @@ class GlooGroup:
         options.rootRank = 0
         options.timeout = timedelta(seconds=max(self._deadline - time.monotonic(), 0.001))
         ticket = next(self._tickets)
-        self._works[ticket] = (group.broadcast([buffer], options), buffer)
+        self._works[ticket] = (group.broadcast([buffer], options), buffer)  # type: ignore[attr-defined]
         return ticket
 
     def wait(self, ticket: int) -> None:

@@ -55,7 +55,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def digest(data: torch.Tensor) -> bytes:
     """xxh3-128 of uint8[n]."""
-    return xxhash.xxh3_128(data.numpy()).digest()
+    return xxhash.xxh3_128(data.numpy().data).digest()
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -135,7 +135,7 @@ class DigestTrail:
 
     def update(self, data: torch.Tensor) -> None:
         at, n = 0, data.numel()
-        view = data.numpy()
+        view = data.numpy().data
         while at < n:
             take = min(self._left, n - at)
             self._hash.update(view[at : at + take])
