@@ -12,7 +12,7 @@ Legend: T tokens, H query heads, K key heads, R = H / K, D head width, q and k q
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from learner.packing import Block
+from rollout.errors import ConfigError
 
+UNKNOWN = ("sliding_window", "softcap", "s_aux", "position_bias")  # what some models ask for and no kernel here does
 NAMES = {kernel: f"headrace_{kernel}" for kernel in ("eager", "sdpa", "flex")}
 
 
@@ -157,11 +159,16 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     layout: Masks | None = None,
-    sliding_window: int | None = None,
     kernel: str = "eager",
-    **_: Any,
+    **extras: Any,
 ) -> tuple[Tensor, None]:
     """The function transformers calls. Returns [1, T, H, D]."""
+    for name in UNKNOWN:
+        if extras.get(name) is not None:
+            raise ConfigError(
+                f"{type(module).__name__} attends with {name} = {extras[name]!r}, which packed attention does not know; "
+                "set topology.learner.packing: padded"
+            )
     if layout is None:
         raise ValueError("packed attention was called without `layout`: pass Masks(batch.blocks, device) to the model")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -175,7 +182,7 @@ def packed_attention(
 
 
 @cache
-def _flex(device_type: str) -> Callable[..., Tensor]:
+def _flex(device_type: str) -> Any:
     """Compiled where that pays; on the CPU its plain form is a dense product, good for proofs only."""
     from torch.nn.attention.flex_attention import flex_attention
 

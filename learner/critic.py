@@ -46,7 +46,7 @@ class CriticModule(nn.Module):
         super().__init__()
         policy = load_policy(model_dir, config.model_copy(update={"lora_rank": 0}), device)
         self.trunk = policy.base.get_decoder()
-        self.head = ValueHead(self.trunk.config.get_text_config().hidden_size).to(device)
+        self.head = ValueHead(policy.width).to(device)
 
     def forward(self, inputs: Inputs) -> Values:
         hidden = inputs.through(self.trunk)

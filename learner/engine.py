@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -196,8 +197,7 @@ class LearnerEngine:
             return Zero(
                 CriticModule(self.model_dir, self.config, self.device), self.algorithm, self.config, self.device
             )
-        width = self.policy.base.config.get_text_config().hidden_size
-        self.policy.value_head = ValueHead(width).to(self.device)
+        self.policy.value_head = ValueHead(self.policy.width).to(self.device)
         return None
 
     # ---- what the walk of a step calls (learner.train_step.Updater) -------------------------------------------------
@@ -234,10 +234,7 @@ class LearnerEngine:
     # ---- public -----------------------------------------------------------------------------------------------------
 
     def train_step(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """One optimizer step on this rank's share of the groups; afterwards `version` is `step + 1`.
-
-        Raises DivergedError after `max_bad_steps` steps in a row whose gradient was not finite.
-        """
+        """One optimizer step on this rank's share of the groups; then `version` is `step + 1`. Raises DivergedError."""
         report = train_step.run(self, groups)
         self.version = step + 1
         if (
@@ -296,8 +293,7 @@ class LearnerEngine:
         named = self.state_tensors()
         if self.world.rank == 0:
             export.write(Path(out), self.model_dir, named, str(self.serving_dtype).removeprefix("torch."))
-        for _ in named:  # the other ranks walk along: a gather needs all of them
-            pass
+        deque(named, maxlen=0)  # the other ranks walk along: a gather needs all of them
         self.world.meet()
 
 

@@ -79,17 +79,22 @@ class PolicyOutput(NamedTuple):
 class PolicyModule(nn.Module):
     """A causal language model that answers only what the loss asks for."""
 
-    def __init__(self, model: nn.Module, head_chunk: int = 0, head_float32: bool = False) -> None:
+    def __init__(self, model: Any, head_chunk: int = 0, head_float32: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model: Any = model  # Hugging Face's model, perhaps wrapped by peft
         self.head_chunk = head_chunk or max(16, (32 << 20) // model.config.get_text_config().vocab_size)
         self.head_float32 = head_float32
         self.value_head: nn.Module | None = None  # set where policy and critic share the trunk
 
     @property
-    def base(self) -> nn.Module:
+    def base(self) -> Any:
         """The language model itself, without peft's wrapping."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+
+    @property
+    def width(self) -> int:
+        """D, the size of a hidden state."""
+        return int(self.base.config.get_text_config().hidden_size)
 
     def forward(self, inputs: Inputs, temperature: float) -> PolicyOutput:
         base = self.base
@@ -116,16 +121,18 @@ def load_policy(model_dir: str | Path, config: LearnerConfig, device: torch.devi
     from transformers import AutoModelForCausalLM
 
     kernel = _kernel(config, device)
+    model: Any
     try:
         model = AutoModelForCausalLM.from_pretrained(
             str(model_dir), dtype=DTYPES[config.compute_dtype], attn_implementation=kernel, local_files_only=True
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path {str(model_dir)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    _refuse_unpackable(model, config)
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
+    if config.compile:
+        _compile(model)
     if config.lora_rank:
         model = _with_adapters(model, config)
     return PolicyModule(model, config.head_chunk, config.head_float32).to(device)
@@ -148,26 +155,20 @@ def _kernel(config: LearnerConfig, device: torch.device) -> str:
     return attention.NAMES[name]
 
 
-def _refuse_unpackable(model: nn.Module, config: LearnerConfig) -> None:
-    text = model.config.get_text_config()
-    if (
-        config.packing != "padded"
-        and getattr(text, "sliding_window", None)
-        and getattr(text, "use_sliding_window", True)
-    ):
-        raise ConfigError(
-            f"{type(model).__name__} attends through a sliding window of {text.sliding_window} tokens, which packed "
-            "attention does not know; set topology.learner.packing: padded"
-        )
+def _compile(model: Any) -> None:
+    """Fuse what is many small passes over memory: norms and MLPs. In place, so that no weight changes its name."""
+    for module in model.modules():
+        if type(module).__name__.endswith(("MLP", "RMSNorm")):
+            module.compile(dynamic=True)
 
 
-def _with_adapters(model: nn.Module, config: LearnerConfig) -> nn.Module:
+def _with_adapters(model: Any, config: LearnerConfig) -> Any:
     from peft import LoraConfig, get_peft_model
 
     targets = list(config.lora_targets) or "all-linear"
     lora = LoraConfig(
         r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
+        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]
         target_modules=targets,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",

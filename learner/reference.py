@@ -66,7 +66,7 @@ class AdapterOff:
         self._policy = policy
 
     def look(self, inputs: Inputs, temperature: float) -> Tensor:
-        with torch.no_grad(), self._policy.model.disable_adapter():  # type: ignore[operator]
+        with torch.no_grad(), self._policy.model.disable_adapter():
             return self._policy(inputs, temperature).logprobs
 
 

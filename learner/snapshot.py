@@ -11,6 +11,7 @@ Under ZeRO every read is a gather: all ranks walk the same list, rank 0 writes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ def load(learner: LearnerEngine, path: Path) -> None:
     parts = _parts(learner)
     params = {part: dict(zero.trained()) for part, zero in parts.items()}
     for part, zero in parts.items():
-        zero.make_moments(lambda part=part: _nothing(learner, part), int(manifest.numbers[f"steps/{part}"]))
+        zero.make_moments(partial(_nothing, learner, part), int(manifest.numbers[f"steps/{part}"]))
     kept: dict[str, Tensor] = {}
     for key, tensor in checkpoint.tensors(path, manifest):
         part, kind, name = _split(key)

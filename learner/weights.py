@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -34,17 +35,17 @@ def named_weights(policy: PolicyModule) -> Iterator[NamedWeight]:
         if owner in adapted and leaf == "weight":
             yield _merged(f"{owner}.weight", adapted[owner], param)
         else:
-            yield NamedWeight(name.replace(".base_layer.", "."), [param], lambda p=param: p.detach())
+            yield NamedWeight(name.replace(".base_layer.", "."), [param], param.detach)
 
 
 def adapter_weights(policy: PolicyModule) -> Iterator[NamedWeight]:
     """The adapters alone, under peft's names: what an engine that serves adapters needs."""
     for name, param in policy.model.named_parameters():
         if ".lora_" in name:
-            yield NamedWeight(name.replace(".default", ""), [param], lambda p=param: p.detach())
+            yield NamedWeight(name.replace(".default", ""), [param], param.detach)
 
 
-def _merged(name: str, layer: nn.Module, base: nn.Parameter) -> NamedWeight:
+def _merged(name: str, layer: Any, base: nn.Parameter) -> NamedWeight:
     (adapter,) = layer.lora_A.keys()
     down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
 

@@ -1,4 +1,4 @@
-"""What tests of the learner's steps share: an engine in float32, its weights, groups as those weights would make them."""
+"""What tests of the learner's steps share: an engine in float32, its weights, groups as those weights make them."""
 
 from __future__ import annotations
 

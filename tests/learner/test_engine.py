@@ -152,3 +152,10 @@ def test_the_same_step_however_it_is_held(
 def test_flex_attention_is_refused_where_it_cannot_learn(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match=r"'flex' cannot learn on a CPU"):
         engine(tiny_model, attention="flex")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_same_step_compiled(tiny_model: Path, make_groups: MakeGroups, stage: int) -> None:
+    test_the_same_step_however_it_is_held(tiny_model, make_groups, {"compile": True, "zero_stage": stage})

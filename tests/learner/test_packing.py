@@ -19,6 +19,7 @@ from learner import attention
 from learner.config import LearnerConfig
 from learner.packing import Answer, Layout, pack
 from learner.policy import Inputs, load_policy
+from rollout.errors import ConfigError
 
 LAYOUTS: tuple[Layout, ...] = ("shared", "packed", "padded")
 
@@ -160,3 +161,11 @@ def test_an_empty_micro_batch_gives_every_parameter_a_zero_gradient(tiny_model: 
     policy = load_policy(tiny_model, LearnerConfig(compute_dtype="float32"), torch.device("cpu"))
     policy(Inputs.of(empty, torch.device("cpu")), 1.0).logprobs.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in policy.parameters())
+
+
+@pytest.mark.parametrize("asked", [{"sliding_window": 64}, {"softcap": 30.0}, {"s_aux": torch.zeros(4)}], ids=str)
+def test_a_model_that_attends_otherwise_is_refused(asked: dict[str, object]) -> None:
+    (batch,) = pack(answers_of([(3, [2])]), token_budget=64, layout="shared")
+    layout, states = attention.Masks(batch.blocks, torch.device("cpu")), torch.zeros(1, 4, batch.n_tokens, 8)
+    with pytest.raises(ConfigError, match=r"packing: padded"):
+        attention.packed_attention(torch.nn.Identity(), states, states, states, None, layout=layout, **asked)
