@@ -166,7 +166,7 @@ def packed_attention(
     for name in UNKNOWN:
         if extras.get(name) is not None:
             raise ConfigError(
-                f"{type(module).__name__} attends with {name} = {extras[name]!r}, which packed attention does not know; "
+                f"{type(module).__name__} attends with {name} {extras[name]!r}, which packed attention does not know; "
                 "set topology.learner.packing: padded"
             )
     if layout is None:
