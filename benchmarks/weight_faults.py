@@ -40,7 +40,7 @@ from rollout.light_process import Doom, LightProcess, Remote, Steps, serve
 from rollout.types import Float32
 from rollout.versions import VersionSpan, WeightManifest
 from rollout.weight_inbox import manifest_from_plain, manifest_to_plain
-from rollout.weight_store import WeightStore
+from rollout.weight_store import Published, WeightStore
 
 V, BUCKET, TIMEOUT_S, GRACE_S = 64, 4096, 2.0, 0.5
 Weights = dict[str, torch.Tensor]
@@ -98,7 +98,7 @@ class Scene:
         self.store_dir = scratch / "store"
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.yields: Callable[[Weights], Weights] = lambda weights: weights
-        self.after_publish: Callable[[], None] = lambda: None
+        self.before_publish: Callable[[], None] = lambda: None
         self.tamper: Callable[[int, torch.Tensor], torch.Tensor] | None = None
         self.engines = {
             "healthy": LightProcess(V, None, **self._settings(scratch)),
@@ -164,9 +164,6 @@ class _Sender(WeightSender):
         super().__init__(lambda: scene.yields(scene.truth()).items(), bucket_bytes=BUCKET, timeout_s=TIMEOUT_S)
         self._scene = scene
 
-    def enter(self) -> None:
-        super().enter()
-
     def send(self, manifest: WeightManifest) -> Sent:
         alter, self._scene.tamper = self._scene.tamper, None  # once: the second sending is good
         if alter is not None:
@@ -175,17 +172,23 @@ class _Sender(WeightSender):
 
 
 class _Publisher(WeightPublisher):
-    """A WeightPublisher whose scene damages the store behind it."""
+    """A WeightPublisher whose scene damages a file before anybody is told of it."""
 
     def __init__(self, scene: Scene) -> None:
-        super().__init__(lambda: scene.yields(scene.truth()).items(), WeightStore(str(scene.store_dir)))
+        super().__init__(lambda: scene.yields(scene.truth()).items(), _Damaged(scene))
+
+
+class _Damaged(WeightStore):
+    """A store in which a file breaks between its writing and its publication, once."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(str(scene.store_dir))
         self._scene = scene
 
-    def send(self, manifest: WeightManifest) -> Sent:
-        sent = super().send(manifest)
-        damage, self._scene.after_publish = self._scene.after_publish, lambda: None
+    def _write_manifest(self, p: Published) -> None:
+        damage, self._scene.before_publish = self._scene.before_publish, lambda: None
         damage()
-        return sent
+        super()._write_manifest(p)
 
 
 # --- a learner in its own process -------------------------------------------------------------------------------------
@@ -306,7 +309,7 @@ def forgotten_adapter(scene: Scene) -> None:
 
 def in_store(pattern: str, damage: Callable[[Path], None]) -> Callable[[Scene], None]:
     def inject(scene: Scene) -> None:
-        scene.after_publish = lambda: [damage(p) for p in scene.store_dir.glob(pattern)] and None
+        scene.before_publish = lambda: [damage(p) for p in scene.store_dir.glob(pattern)] and None
 
     return inject
 

@@ -165,3 +165,10 @@ class MeetingStore(dist.Store):
 
     def close(self) -> None:
         self._connection.close()
+
+
+def free_port(host: str) -> int:
+    """A port that is free now, for libraries that cannot bind one themselves and say which it was."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

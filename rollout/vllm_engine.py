@@ -71,7 +71,7 @@ class VllmSettings:
     tensor_parallel: int = 1
     block_size: int | None = 32  # short, so that the answers of one group share their prompt's KV
     kv_policy: Literal["keep", "recompute", "salt"] = "salt"
-    plane: Literal["gloo", "nccl", "ipc", "store"] = "gloo"
+    plane: Literal["gloo", "nccl", "ipc", "store"] = "gloo"  # ipc is refused at start
     bucket_bytes: int = 8 << 20
     spool_dir: str | None = None
     store_url: str = ""  # where plane "store" pulls from
@@ -83,9 +83,8 @@ class VllmSettings:
 
 def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     """Keyword arguments for vLLM's `AsyncEngineArgs`."""
-    from rollout.vllm_weights import BACKEND, WORKER_EXTENSION
+    from rollout.vllm_weights import BACKEND, NCCL_BACKEND, WORKER_EXTENSION
 
-    ours = settings.plane in ("gloo", "store")
     arguments: dict[str, Any] = {
         "model": settings.model_dir,
         "dtype": settings.dtype,
@@ -98,12 +97,11 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "disable_log_stats": True,
-        "weight_transfer_config": {"backend": BACKEND if ours else settings.plane},
+        "weight_transfer_config": {"backend": NCCL_BACKEND if settings.plane == "nccl" else BACKEND},
         "additional_config": {"headrace": {"bucket_bytes": settings.bucket_bytes, "spool_dir": settings.spool_dir}},
+        "worker_extension_cls": WORKER_EXTENSION,
         "generation_config": "vllm",  # the directory's generation_config.json must not change how tokens are drawn
     }
-    if ours:
-        arguments["worker_extension_cls"] = WORKER_EXTENSION
     if settings.block_size is not None:
         arguments["block_size"] = settings.block_size
     if settings.kv_cache_bytes is not None:
@@ -134,6 +132,8 @@ class VllmEngine:
             raise ConfigError(
                 f"model.path: {self.settings.model_dir!r} has no config.json; name a Hugging Face model directory"
             )
+        if self.settings.plane == "ipc":
+            raise ConfigError("weights.plane: ipc is not offered yet; choose nccl, gloo or store")
         if self.settings.tensor_parallel > 1 and self.settings.plane == "gloo":
             raise ConfigError(
                 f"weights.plane: gloo has one receiver per engine, here are {self.settings.tensor_parallel} workers; "
@@ -369,6 +369,15 @@ class VllmEngine:
             "engine_broken": float(bool(self._broken)),
             "engine_paused": float(len(self._pauses.holders)),
         }
+
+
+def vllm_engine(settings: VllmSettings, event: Callable[..., None] | None = None) -> VllmEngine:
+    """The engine for `settings.plane`."""
+    if settings.plane == "nccl":
+        from rollout.vllm_nccl import NcclEngine
+
+        return NcclEngine(settings, event)
+    return VllmEngine(settings, event)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from rollout.weight_inbox import WeightInbox, manifest_from_plain
 from rollout.weight_spool import Staged
 from rollout.weight_stream import NamedTensor, views
 
-BACKEND = "headrace"
+BACKEND, NCCL_BACKEND = "headrace", "headrace_nccl"
 _KEEP_BEHIND = 64 << 20
 WORKER_EXTENSION = "rollout.vllm_weights.WeightCalls"
 
@@ -45,6 +45,7 @@ def register() -> None:
     """Entry point `vllm.general_plugins`: make the back end known in this process. Idempotent."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, HeadraceTransfer)
+        WeightTransferEngineFactory.register_engine(NCCL_BACKEND, "rollout.vllm_nccl", "SummedNccl")
 
 
 # --- the mend ---------------------------------------------------------------------------------------------------------
