@@ -71,7 +71,8 @@ class NcclSender:
     def send(self, manifest: WeightManifest) -> Sent:
         if self._group is None:
             raise WeightError(f"no weight group to send version {manifest.version} to; invite engines first")
-        started, sums = time.monotonic(), {}
+        started = time.monotonic()
+        sums: dict[str, str] = {}
         self._group.send(summed(self._source(), sums))
         if list(sums) != [t.name for t in manifest.tensors]:
             raise WeightError(
