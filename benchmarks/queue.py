@@ -125,14 +125,19 @@ def run(shapes: Sequence[Shape], repeats: int, peer_python: str | None, say: Any
         say(f"absent: {name}: {reason}")
     rates: dict[str, dict[str, list[float]]] = {}
     latencies: dict[str, dict[str, float]] = {}
+    cpu: dict[str, dict[str, dict[str, float]]] = {}
     try:
         for shape in shapes:
             for contender in found.values():  # the first one warms up and does not count
                 contender.measure(**asdict(shape) | {"steps": 4})
             for _ in range(repeats):
                 for name, contender in found.items():
-                    seconds = contender.measure(**asdict(shape))["seconds"]
-                    rates.setdefault(shape.name, {}).setdefault(name, []).append(shape.samples * shape.steps / seconds)
+                    found_now = contender.measure(**asdict(shape))
+                    samples = shape.samples * shape.steps
+                    rates.setdefault(shape.name, {}).setdefault(name, []).append(samples / found_now["seconds"])
+                    if "cpu" in found_now:
+                        spent = {role: round(s / samples * 1e6, 1) for role, s in found_now["cpu"].items()}
+                        cpu.setdefault(shape.name, {})[name] = spent
         for name in OURS:
             latencies[name] = found[name].measure(samples=8, tokens=1024, steps=300, latency=True)
     finally:
@@ -144,6 +149,7 @@ def run(shapes: Sequence[Shape], repeats: int, peer_python: str | None, say: Any
         "samples_per_s": medians,
         "all": rates,
         "latency_ms": latencies,
+        "cpu_us_per_sample": cpu,
         "absent": absent,
         "targets": judge(medians),
     }
@@ -175,6 +181,10 @@ def show(figures: dict[str, Any], shapes: Sequence[Shape]) -> None:
         print(f"{shape.name:>16}" + "".join(f"{c:>19}" for c in cells))
     for name, row in figures["latency_ms"].items():
         print(f"one group, put to taken, {name}: p50 {row['p50']:.2f} ms, p99 {row['p99']:.2f} ms")
+    for shape_name, by_name in figures["cpu_us_per_sample"].items():
+        for name, roles in by_name.items():
+            parts = ", ".join(f"{role} {us:g}" for role, us in roles.items())
+            print(f"{shape_name:>16} {name}: microseconds of processor time per sample: {parts}")
     for row in figures["targets"]:
         verdict = "ok" if row["ok"] else "MISSED"
         print(f"{row['what']:>16} on {row['shape']:<9} wanted {row['wanted']:g}x, found {row['found']:g}x  {verdict}")

@@ -44,7 +44,7 @@ from rollout.wire import Buffer, frame_bytes, pack, unpack
 __all__ = ["SEGMENT", "Durability", "Journal", "MemoryJournal", "Stalled", "Torn", "memory_folder", "read_groups"]
 
 Durability = Literal["memory", "os", "fsync"]
-SEGMENT = 128 << 20
+SEGMENT = 16 << 20  # small, so that memory of deleted ones is used again while it is warm
 
 
 class Stalled(Exception):

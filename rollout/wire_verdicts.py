@@ -77,7 +77,7 @@ def read_optional_verdicts(row: Any, field: str) -> tuple[Verdict | None, ...]:
 
 
 def _finite(*values: Any) -> bool:
-    return all(type(v) is float and math.isfinite(v) for v in values)
+    return set(map(type, values)) <= {float} and all(map(math.isfinite, values))
 
 
 def _text(value: Any) -> bool:

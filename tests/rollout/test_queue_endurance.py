@@ -1,4 +1,4 @@
-"""Proves that a server at full speed keeps its memory and its file descriptors flat (ten minutes of it in `make soak`)."""
+"""Proves that a server at full speed keeps its memory and file descriptors flat (ten minutes of it in `make soak`)."""
 
 from __future__ import annotations
 
