@@ -19,9 +19,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -30,83 +30,13 @@ from rollout.errors import ConfigError, DeadlineError, EngineError, WeightError
 from rollout.pause import Pauses
 from rollout.types import Float32, Int32, Status
 from rollout.versions import VersionSpan, WeightManifest
+from rollout.vllm_settings import VllmSettings, engine_arguments, vllm_environment
 from rollout.weight_inbox import Receipt, manifest_to_plain
+
+__all__ = ["VllmEngine", "VllmSettings", "engine_arguments", "vllm_engine", "vllm_environment"]
 
 _POLL_S = 0.02
 INITIAL_VERSION = "default"  # what vLLM calls the weights of the model directory
-
-
-def vllm_environment(threads: int = 1) -> dict[str, str]:
-    """Environment variables of a process that hosts a `VllmEngine`, all in one place.
-
-    TORCHDYNAMO_DISABLE saves seconds of start-up where nothing is compiled; the OMP settings keep vLLM's threads
-    on the cores its process may use; usage statistics and hub look-ups are off (the model is a directory).
-    """
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # on CPU: the worker lives in the engine process, not in one more
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "HF_HUB_OFFLINE": "1",
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class VllmSettings:
-    """How the engine runs. VllmSettings("models/smollm2-135m", "bfloat16", max_model_len=256, cores=(0,))."""
-
-    model_dir: str
-    dtype: str = "bfloat16"
-    max_model_len: int = 2048
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int = 1
-    cores: tuple[int, ...] | None = None  # pin the host and engine processes to these; None: as inherited
-    max_num_seqs: int = 64
-    kv_cache_bytes: int | None = 256 << 20  # None: vLLM's own choice (a share of the device's memory)
-    gpu_memory_utilization: float = 0.85
-    tensor_parallel: int = 1
-    block_size: int | None = 32  # short, so that the answers of one group share their prompt's KV
-    kv_policy: Literal["keep", "recompute", "salt"] = "salt"
-    plane: Literal["gloo", "nccl", "ipc", "store"] = "gloo"  # ipc is refused at start
-    bucket_bytes: int = 8 << 20
-    spool_dir: str | None = None
-    store_url: str = ""  # where plane "store" pulls from
-    timeout_s: float = 60.0
-    seed: int = 0
-    initial_version: int = 0
-    mend: bool = True  # repair what vLLM's reload leaves stale; False only to show that the canary sees it
-
-
-def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """Keyword arguments for vLLM's `AsyncEngineArgs`."""
-    from rollout.vllm_weights import BACKEND, NCCL_BACKEND, WORKER_EXTENSION
-
-    arguments: dict[str, Any] = {
-        "model": settings.model_dir,
-        "dtype": settings.dtype,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "enforce_eager": True,
-        "seed": settings.seed,
-        "tensor_parallel_size": settings.tensor_parallel,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "logprobs_mode": "processed_logprobs",
-        "enable_prefix_caching": True,
-        "disable_log_stats": True,
-        "weight_transfer_config": {"backend": NCCL_BACKEND if settings.plane == "nccl" else BACKEND},
-        "additional_config": {"headrace": {"bucket_bytes": settings.bucket_bytes, "spool_dir": settings.spool_dir}},
-        "worker_extension_cls": WORKER_EXTENSION,
-        "generation_config": "vllm",  # the directory's generation_config.json must not change how tokens are drawn
-    }
-    if settings.block_size is not None:
-        arguments["block_size"] = settings.block_size
-    if settings.kv_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = settings.kv_cache_bytes
-    return arguments
 
 
 class VllmEngine:
