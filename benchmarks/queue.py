@@ -108,11 +108,11 @@ def contenders(peer_python: str | None) -> tuple[dict[str, Contender], dict[str,
     found = {"raw": Contender("raw", [*module, "raw"])}
     found |= {name: Contender(name, [*module, "ours", name]) for name in OURS}
     if importlib.util.find_spec("ray"):
-        found["ray"] = Contender("ray", [*module, "ray"])
+        found["ray"] = Contender("ray", [sys.executable, "-m", "benchmarks.queue_peers", "ray"])
     else:
         absent["ray"] = "Ray is not installed in this environment"
     if peer_python and Path(peer_python).exists():
-        found["tq"] = Contender("tq", [peer_python, "-m", "benchmarks.queue_contenders", "tq"])
+        found["tq"] = Contender("tq", [peer_python, "-m", "benchmarks.queue_peers", "tq"])
     else:
         absent["tq"] = f"TransferQueue needs an environment of its own: --peer-python, or {PEER_PYTHON}"
     return found, absent

@@ -274,10 +274,7 @@ class Ledger(Books):
                     self._drop([entry.ordinal], "scoring_failed")
 
     def resume(self, now: float) -> None:
-        """After a replay: every lease gets a fresh deadline, since nobody knows how long the server was away.
-
-        Rewards that always failed may have been mended in the meantime, so they are counted afresh too.
-        """
+        """After a replay: fresh deadlines, for nobody knows how long the server was away; and rewards may be mended."""
         self.refilled.pop("too_few_scored", None)
         for entry in self.untaken.values():
             entry.first_lease, entry.deadline = now, now + self.settings.lease_s

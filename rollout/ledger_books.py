@@ -99,6 +99,20 @@ class Books:
         tokens = {o: self.entries[o].n_tokens for o in self.plan[step]}
         return shares(tokens, world)[rank]
 
+    def may_serve(self, call: str) -> bool:
+        """False if it is plain that a waiting call of this kind ("lease", "take") must go on waiting."""
+        if self.ending:
+            return True
+        match call:
+            case "lease":
+                return self.counts[State.ISSUED] > 0 or self.occupied < self.settings.slots
+            case "lease_scoring":
+                return self.counts[State.GENERATED] > 0
+            case "take":
+                enough = self.counts[State.SCORED] >= self.settings.groups_per_step
+                return enough or self.refilled["too_few_scored"] > 0
+        return True
+
     # ---- making it so
 
     def _record(self, fact: Fact) -> None:

@@ -95,21 +95,6 @@ class QueueCore:
         finally:
             self.record({})
 
-    def may_answer(self, op: str) -> bool:
-        """False if it is plain that a waiting request of this kind must go on waiting."""
-        ledger = self.ledger
-        if ledger.ending:
-            return True
-        match op:
-            case "lease":
-                return ledger.counts[State.ISSUED] > 0 or ledger.occupied < ledger.settings.slots
-            case "lease_scoring":
-                return ledger.counts[State.GENERATED] > 0
-            case "take":
-                enough = ledger.counts[State.SCORED] >= ledger.settings.groups_per_step
-                return enough or ledger.refilled["too_few_scored"] > 0
-        return True
-
     def lease(self, r: Request, now: float) -> Reply | Waiting:
         leases = self.ledger.lease(r.int("n", 1, 1 << 20), r.holder, r.key, now)
         if not leases:

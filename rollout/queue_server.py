@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,6 +33,7 @@ from rollout.queue_figures import describe
 from rollout.queue_keys import ServerKeys
 from rollout.queue_protocol import WAIT_SLICE, Request, error_frames, reply_frames
 from rollout.queue_transport import COPY_BELOW, Gatekeeper, private_ipc, router
+from rollout.served_clock import ServedClock
 from rollout.wire import Buffer
 
 log = logging.getLogger(__name__)
@@ -50,21 +50,6 @@ class Parked:
     route: bytes
     until: float
     why: str
-
-
-class ServedClock:
-    """Seconds during which the server could listen: a turn counts at most one.
-
-    So a server that was stopped, or waited for its disk, does not hold it against leases it could not hear about.
-    """
-
-    def __init__(self) -> None:
-        self.now, self._last = 0.0, time.monotonic()
-
-    def advance(self) -> float:
-        last, self._last = self._last, time.monotonic()
-        self.now += min(1.0, self._last - last)
-        return self.now
 
 
 class QueueServer:
@@ -240,7 +225,7 @@ class QueueServer:
         """
         changed, self._seen_changes = self.core.changes != self._seen_changes, self.core.changes
         for key, parked in list(self._parked.items()) if changed else ():
-            if not (thorough or self.core.may_answer(parked.request.op)):
+            if not (thorough or self.core.ledger.may_serve(parked.request.op)):
                 continue
             try:
                 answer = self.core.handle(parked.request, now)

@@ -32,7 +32,7 @@ from rollout.types import Group, Status, Trajectory, Verdict
 from rollout.versions import VersionSpan
 from rollout.wire_body import Body
 from rollout.wire_fields import Buffer, Fields, frame_bytes
-from rollout.wire_verdicts import read_optional_verdicts, verdicts_row
+from rollout.wire_verdicts import verdicts_or_none, verdicts_row
 
 __all__ = ["Buffer", "GroupHeader", "decode_group", "encode_group", "frame_bytes", "pack", "read_header", "unpack"]
 
@@ -40,7 +40,6 @@ SCHEMA = 1
 MAX_HEADER = 64 << 20  # bytes of one header
 MAX_BODY = 8 << 30  # bytes of one group's arrays
 MAX_TRAJECTORIES = 65_536
-MAX_DEPTH = 16  # nesting of any header value
 MAX_VERSION = 1 << 62
 ONE_FRAME = 256 << 10  # smaller bodies travel in one frame
 STATUSES = tuple(Status)  # a status travels as its position here
@@ -196,8 +195,8 @@ def read_header(data: Buffer) -> GroupHeader:
         statuses=statuses,
         versions=f.get("versions"),
         extras=extras,
-        notes=f.map("notes", MAX_DEPTH),
-        verdicts=_verdicts_or_none(f, n),
+        notes=f.map("notes"),
+        verdicts=verdicts_or_none(f, n),
         body=f.int("body", 0, MAX_BODY),
         n_tokens=n_tokens,
         oldest_version=_oldest(f, lengths),
@@ -299,12 +298,3 @@ def _finite_array(values: np.ndarray) -> None:
 def _boolean_array(values: np.ndarray) -> None:
     if values.size and values.view(np.uint8).max() > 1:
         raise WireError("group.loss_mask", "holds a byte that is neither 0 nor 1")
-
-
-def _verdicts_or_none(f: Fields, n: int) -> tuple[Verdict | None, ...]:
-    if f.get("verdicts") is None:
-        return (None,) * n
-    verdicts = read_optional_verdicts(f.get("verdicts"), "group.verdicts")
-    if len(verdicts) != n:
-        raise WireError("group.verdicts", f"{len(verdicts)} verdicts for {n} trajectories")
-    return verdicts

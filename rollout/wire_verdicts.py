@@ -8,6 +8,7 @@ from typing import Any
 
 from rollout.errors import WireError
 from rollout.types import Failed, Scored, TimedOut, Verdict
+from rollout.wire_fields import Fields
 
 
 def verdict_row(verdict: Verdict | None) -> list[Any] | None:
@@ -82,3 +83,12 @@ def _finite(*values: Any) -> bool:
 
 def _text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def verdicts_or_none(f: Fields, n: int) -> tuple[Verdict | None, ...]:
+    if f.get("verdicts") is None:
+        return (None,) * n
+    verdicts = read_optional_verdicts(f.get("verdicts"), "group.verdicts")
+    if len(verdicts) != n:
+        raise WireError("group.verdicts", f"{len(verdicts)} verdicts for {n} trajectories")
+    return verdicts

@@ -1,0 +1,106 @@
+"""The peers that benchmarks/queue.py compares with, each under an interpreter that has it.
+
+python -m benchmarks.queue_peers ray | tq
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from benchmarks.queue_contenders import AHEAD, Order, columns, serve
+
+
+def ray_queue() -> None:
+    import ray
+    from ray.util.queue import Queue
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    queue = Queue(maxsize=0)
+    back = Queue(maxsize=0)
+
+    @ray.remote(num_cpus=0)
+    class Producer:
+        def run(self, queue: Queue, back: Queue, order: Order) -> float:
+            step = columns(order["samples"], order["tokens"])
+            groups = [{k: c[i : i + 8] for k, c in step.items()} for i in range(0, order["samples"], 8)]
+            started = time.monotonic()
+            for n in range(order["steps"]):
+                if n >= AHEAD:
+                    back.get()
+                for group in groups:
+                    queue.put(group)
+            return started
+
+    producer = Producer.remote()
+
+    def measure(order: Order) -> dict[str, Any]:
+        started = producer.run.remote(queue, back, order)
+        for _ in range(order["steps"]):
+            for _ in range(order["samples"] // 8):
+                queue.get()
+            back.put(1)
+        finished = time.monotonic()
+        while not back.empty():
+            back.get()
+        return {"seconds": finished - ray.get(started)}
+
+    serve(measure)
+
+
+def transfer_queue() -> None:
+    import ray
+    import torch
+    import transfer_queue as tq
+    from ray.util.queue import Queue
+    from tensordict import TensorDict
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    tq.init()
+    ready, back = Queue(), Queue()
+
+    @ray.remote(num_cpus=0)
+    class Producer:
+        def __init__(self) -> None:
+            import transfer_queue
+
+            self.tq = transfer_queue
+            self.tq.init()
+
+        def run(self, ready: Queue, back: Queue, order: Order, run: int) -> float:
+            torch.set_num_threads(1)
+            made = {k: torch.from_numpy(c) for k, c in columns(order["samples"], order["tokens"]).items()}
+            step = TensorDict(made, batch_size=order["samples"])
+            started = time.monotonic()
+            for n in range(order["steps"]):
+                if n >= AHEAD:
+                    back.get()
+                keys = [f"{run}.{n}.{i}" for i in range(order["samples"])]
+                self.tq.kv_batch_put(keys=keys, partition_id="train", fields=step)
+                ready.put(keys)
+            return started
+
+    producer = Producer.remote()
+    runs = 0
+
+    def measure(order: Order) -> dict[str, Any]:
+        nonlocal runs
+        runs += 1
+        started = producer.run.remote(ready, back, order, runs)
+        for _ in range(order["steps"]):
+            keys = ready.get()
+            batch = tq.kv_batch_get(keys=keys, partition_id="train")
+            assert len(batch) == order["samples"]
+            tq.kv_clear(keys=keys, partition_id="train")
+            back.put(1)
+        finished = time.monotonic()
+        while not back.empty():
+            back.get()
+        return {"seconds": finished - ray.get(started)}
+
+    serve(measure)
+
+
+if __name__ == "__main__":
+    {"ray": ray_queue, "tq": transfer_queue}[sys.argv[1]]()
