@@ -25,7 +25,7 @@ import ray
 
 from actors.evaluation import evaluate
 from actors.learning_loop import Effects, LearningLoop, Metrics, Schedule
-from actors.publisher import Publisher, RemoteEngine, canary_texts
+from actors.publisher import Plane, Publisher, RemoteEngine, canary_texts
 from actors.role import Seat, Task, take
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.presets import Setting, resolve
@@ -51,6 +51,7 @@ class LearnerSpec:
     component_weights: tuple[tuple[str, float], ...]
     learner: LearnerConfig
     weights: WeightsConfig
+    plane: Plane
     schedule: Schedule
     keep_last: int
 
@@ -143,7 +144,7 @@ class LearnerActor:
     def _connect(self) -> Metrics:
         spec = self.spec
         canaries = canary_texts([self.prompts.prompt_for(i).token_ids for i in range(CANARIES)])
-        self.publisher = Publisher(self.engine, spec.weights, spec.rank, spec.world, self.event, canaries)
+        self.publisher = Publisher(self.engine, spec.plane, spec.weights, spec.rank, spec.world, self.event, canaries)
         for name, actor in self._engines.items():
             self.publisher.admit(name, RemoteEngine(actor))
         self._audit()

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from actors.weight_sync import CanaryPlan, EnginePort, ThreadedSender, WeightSync
 from rollout.canary import CanaryText
@@ -52,12 +53,40 @@ def canary_texts(prompts: Sequence[Int32]) -> tuple[CanaryText, ...]:
     return tuple(CanaryText(tuple(a), tuple(b)) for a, b in halves if b)
 
 
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """How weights travel in this run, everything decided: Plane("store", store_url="runs/sort3-001/weights")."""
+
+    kind: Literal["gloo", "nccl", "store"]
+    store_url: str = ""
+    workers: int = 1  # GPUs of one engine
+
+
+def open_sender(plane: Plane, source: Callable[[], Iterator[tuple[str, Any]]], config: WeightsConfig) -> Any:
+    """The learner's end of a plane. A new plane is one more case here, and a receiver in `rollout/`."""
+    match plane.kind:
+        case "gloo":
+            from learner.weight_sender import WeightSender
+
+            return WeightSender(source, bucket_bytes=config.bucket_mb << 20, timeout_s=config.timeout_s)
+        case "nccl":
+            from learner.nccl_sender import NcclSender
+
+            return NcclSender(source, workers=plane.workers, timeout_s=config.timeout_s)
+        case "store":
+            from learner.weight_publisher import WeightPublisher
+            from rollout.weight_store import WeightStore
+
+            return WeightPublisher(source, WeightStore(plane.store_url))
+
+
 class Publisher:
     """One per rank. `push` blocks until every engine serves the version, or raises WeightError."""
 
     def __init__(
         self,
         engine: LearnerEngine,
+        plane: Plane,
         config: WeightsConfig,
         rank: int,
         world: int,
@@ -68,9 +97,7 @@ class Publisher:
         self._canaries = canaries
         self._sync: WeightSync | None = None
         if rank == 0:
-            from learner.weight_sender import WeightSender
-
-            sender = WeightSender(self._walk, bucket_bytes=config.bucket_mb << 20, timeout_s=config.timeout_s)
+            sender = open_sender(plane, self._walk, config)
             canary = CanaryPlan(canaries, self._score, config.canary_every, config.canary_tolerance)
             self._sync = WeightSync(ThreadedSender(sender), event, config.timeout_s, canary=canary)
 

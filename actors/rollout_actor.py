@@ -18,7 +18,7 @@ from rollout.engine import CommitReport, Rendezvous, SamplingParams
 from rollout.errors import Drained
 from rollout.types import Float32, Prompt
 from rollout.versions import WeightManifest
-from rollout.vllm_engine import VllmSettings
+from rollout.vllm_settings import VllmSettings
 
 LEASE_WAIT_S = 2.0
 
@@ -35,9 +35,9 @@ class RolloutActor:
         """Load the model; seconds to a minute."""
         from rollout.queue_client import AsyncQueueClient
         from rollout.service import RolloutService
-        from rollout.vllm_engine import VllmEngine
+        from rollout.vllm_engine import vllm_engine
 
-        self.engine = VllmEngine(self.settings, self.task.events().append)
+        self.engine = vllm_engine(self.settings, self.task.events().append)
         await self.engine.start()
         self.prompts = self.task.prompt_source()
         s = self.task.sampling

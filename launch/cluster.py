@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.learning_loop import Schedule
+from actors.publisher import Plane
 from actors.role import Seat, Task, thread_environment
 from launch.config import RunConfig
 from launch.ledger_settings import algorithm_setting, ledger_settings
@@ -152,7 +153,7 @@ class Cluster:
 
     def _rollout(self, placement: Placement, seat: Seat) -> Any:
         from actors.rollout_actor import RolloutActor
-        from rollout.vllm_engine import VllmSettings, vllm_environment
+        from rollout.vllm_settings import VllmSettings, vllm_environment
 
         c = self.config
         kv_mb = c.topology.rollout.kv_cache_mb or (None if placement.gpus else 256)
@@ -168,6 +169,7 @@ class Cluster:
             tensor_parallel=max(1, len(placement.gpus)),
             kv_policy=c.weights.kv_policy,
             plane=c.plane,
+            store_url=self._store_url,
             bucket_bytes=c.weights.bucket_mb << 20,
             timeout_s=c.weights.timeout_s,
             seed=c.run.seed + placement.index,
@@ -192,6 +194,7 @@ class Cluster:
             component_weights=tuple((r.component, r.weight) for r in c.rewards),
             learner=c.topology.learner,
             weights=c.weights,
+            plane=Plane(c.plane, self._store_url, max(1, int(c.topology.rollout.gpus))),
             schedule=Schedule(
                 steps=c.run.steps,
                 evaluate_at=frozenset(c.evaluated_versions),
@@ -201,6 +204,11 @@ class Cluster:
             keep_last=c.checkpoint.keep_last,
         )
         return LearnerActor.options(**self._options(placement)).remote(self.task, seat, spec)
+
+    @property
+    def _store_url(self) -> str:
+        """Where the store plane keeps versions: as said, or in the run directory."""
+        return self.config.weights.store_url or str(self.directory.path.resolve() / "weights")
 
     # ---- watch ---------------------------------------------------------------------------------------------------
 

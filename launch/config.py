@@ -157,14 +157,11 @@ class RunConfig(Section):
         return self.topology.rollout.gpus > 0 or self.topology.learner.gpus > 0
 
     @property
-    def plane(self) -> Literal["nccl", "gloo", "ipc", "store"]:
-        """How weights travel: as said, or nccl between GPUs, ipc when both share one GPU, gloo otherwise."""
+    def plane(self) -> Literal["nccl", "gloo", "store"]:
+        """How weights travel: as said, or nccl between GPUs of their own, gloo otherwise."""
         if self.weights.plane != "auto":
             return self.weights.plane
-        rollout, learner = self.topology.rollout.gpus, self.topology.learner.gpus
-        if rollout > 0 and learner > 0:
-            return "ipc" if rollout < 1 and learner < 1 and rollout + learner <= 1 else "nccl"
-        return "gloo"
+        return "nccl" if min(self.topology.rollout.gpus, self.topology.learner.gpus) >= 1 else "gloo"
 
     @property
     def evaluated_versions(self) -> tuple[int, ...]:

@@ -48,7 +48,7 @@ def _devices(c: RunConfig) -> Iterator[Problem]:
     if c.device == "cuda" and not c.uses_gpus:
         remedy = "set topology.rollout.gpus and topology.learner.gpus, or device to auto"
         yield Problem("device", "cuda", f"no role asks for a GPU; {remedy}")
-    if c.weights.plane in ("nccl", "ipc") and not (rollout.gpus > 0 and learner.gpus > 0):
+    if c.weights.plane == "nccl" and not (rollout.gpus > 0 and learner.gpus > 0):
         sides = f"rollout has {rollout.gpus:g}, the learner {learner.gpus:g}"
         yield Problem("weights.plane", c.weights.plane, f"needs GPUs on both sides ({sides}); use auto")
     if learner.gpus == 0 and learner.attention == "flash":

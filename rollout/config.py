@@ -48,7 +48,10 @@ class QueueConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the engines."""
 
-    plane: Literal["auto", "nccl", "gloo", "ipc", "store"] = Field("auto", description="the path that weights take")
+    plane: Literal["auto", "nccl", "gloo", "store"] = Field("auto", description="the path that weights take")
+    store_url: str = Field(
+        "", description="where plane store keeps versions, a directory or any fsspec URL; empty: the run directory"
+    )
     bucket_mb: int = Field(8, ge=1, description="bytes under way at once, per side: two buckets of this many MB")
     timeout_s: float = Field(60.0, gt=0, description="deadline of every collective and call of one update")
     kv_policy: Literal["keep", "recompute", "salt"] = Field(
