@@ -79,7 +79,7 @@ class Trajectory:
     loss_mask is True where the model itself produced the token and the learner may train on it (False on
     tool output). behaviour_logprobs are those of the engine at sampling time, at the sampling temperature.
     extras holds optional per-token arrays of first dimension L (entropy, kept_mass, routed_experts, ...).
-    notes holds what belongs to the answer as a whole, in plain values (turn boundaries, tool results, image references).
+    notes holds what belongs to the answer as a whole, as plain values (turn boundaries, tool results, image names).
     """
 
     token_ids: Int32
