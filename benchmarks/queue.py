@@ -44,7 +44,7 @@ class Shape:
     @classmethod
     def parse(cls, text: str) -> Shape:
         samples, tokens = map(int, text.split("x"))
-        return cls(samples, tokens, max(8, min(200, 40_000_000 // (samples * tokens * 9))))
+        return cls(samples, tokens, max(8, min(200, 20_000 // samples, 600_000_000 // (samples * tokens * 9))))
 
     @property
     def name(self) -> str:
