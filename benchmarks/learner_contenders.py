@@ -101,7 +101,7 @@ def trl(spec: dict[str, Any]) -> Step:
             loss.backward()
             parts["forward"] += t1 - t0
             parts["backward"] += time.perf_counter() - t1
-            total += float(loss)
+            total += float(loss.detach())
         t2 = time.perf_counter()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
