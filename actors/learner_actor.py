@@ -212,6 +212,8 @@ class LearnerActor:
         """Rollout throughput and idleness since the last step, and the books of the queue."""
         if self.spec.rank:
             return {}
+        if self.engine.skipped_ordinals:
+            self.event("step_skipped", version=self.engine.version, ordinals=self.engine.skipped_ordinals)
         gauges = ray.get([actor.gauges.remote() for actor in self._engines.values()], timeout=30)
         tokens, waiting = (sum(g[key] for g in gauges) for key in ("tokens_generated", "waiting_s"))
         now = time.monotonic()
