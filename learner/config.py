@@ -67,4 +67,4 @@ class LearnerConfig(Section):
     reference_refresh: int = Field(0, ge=0, description="copy the policy into the reference every k steps; 0: never")
     timeout_s: float = Field(600.0, gt=0, description="deadline of every collective between learner ranks")
     accumulation: int = Field(1, ge=1, description="micro-batches per step at least, even where fewer would fit")
-    critic: Literal["own", "shared"] = Field("own", description="PPO's value head: on its own trunk, or on the policy's")
+    critic: Literal["own", "shared"] = Field("own", description="PPO's value head: its own trunk, or the policy's")
