@@ -12,6 +12,7 @@ signal when it gets to a step for the n-th time: SIGKILL is a crash, SIGSTOP a m
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import multiprocessing as mp
 import os
@@ -80,6 +81,7 @@ class Remote:
         self._connection, theirs = _SPAWN.Pipe()
         self.process = _SPAWN.Process(target=target, args=(theirs, *args), daemon=True)
         self.process.start()
+        atexit.register(self.process.kill)  # a stopped child would not hear the polite end that daemons get
         theirs.close()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._serial = 0
@@ -122,6 +124,7 @@ class Remote:
         """Kill the child, whatever state it is in."""
         if not self._gone:
             self._end()
+        atexit.unregister(self.process.kill)
         self.process.kill()
         await asyncio.to_thread(self.process.join, 10)
         self._connection.close()
