@@ -1,4 +1,4 @@
-"""Proves that set-up recognises a ready environment, and names what is absent, of another version, or damaged on disk."""
+"""Proves that set-up knows a ready environment, and names what is absent, of another version, or damaged."""
 
 from __future__ import annotations
 
