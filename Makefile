@@ -10,12 +10,12 @@ setup:
 	@$(PYTHON) launch/setup_env.py --venv $(VENV)
 
 demo: setup
-	@$(BIN)/python -m actors.models prepare models/smollm2-135m
+	@$(BIN)/python -m actors.models prepare --out models/smollm2-135m
 	@$(BIN)/python -m actors.prompts_data sort3 --out data/sort3.jsonl
 	@$(BIN)/headrace run launch/topologies/demo_cpu.yaml
 
 tiny: setup
-	@$(BIN)/python -m actors.models tiny models/tiny-llama
+	@$(BIN)/python -m actors.models tiny --out models/tiny-llama
 	@$(BIN)/python -m actors.prompts_data letters --out data/letters.jsonl
 	@$(BIN)/headrace run launch/topologies/tiny_cpu.yaml
 
