@@ -14,7 +14,6 @@ The version is set between the load and the resume, so a token is always stamped
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,8 +87,7 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
-            del llm
-            gc.collect()  # its destructor shuts down once more, which fails when Python itself is ending
+            llm.shutdown = lambda: None  # its destructor shuts down once more, which fails when Python itself is ending
 
     # --- generation ---------------------------------------------------------------------------------------------------
 
