@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from learner.weight_publisher import WeightPublisher
 from learner.weight_sender import WeightSender
 from rollout.canary import Canary
 from rollout.engine import SamplingParams
 from rollout.vllm_engine import VllmEngine, VllmSettings
 from rollout.vllm_weights import BACKEND, mend_packed, packed_state, register
+from rollout.weight_store import WeightStore
 
 PROMPT, TOKENS = [72, 101, 108, 108, 111], [32, 119, 111, 114, 108, 100]
 
@@ -43,6 +45,32 @@ async def test_the_stale_head_is_caught_by_the_canary_and_ended_by_the_mend(tied
     (answer,) = await engine.generate("g", PROMPT, SamplingParams(8, temperature=1.0, seed=1), 1)
     assert answer.versions[0].version == 2
     sender.close()
+    await engine.close()
+
+
+@pytest.mark.timeout(180)
+async def test_versions_pulled_from_a_store_are_served(emitter_dir, made, tmp_path) -> None:
+    store, base, version = WeightStore(str(tmp_path / "store")), made.load(emitter_dir), [0]
+    publisher = WeightPublisher(lambda: made.emitter(base, version[0]).items(), store)
+    engine = VllmEngine(
+        VllmSettings(
+            str(emitter_dir),
+            "float32",
+            max_model_len=256,
+            kv_cache_bytes=32 << 20,
+            plane="store",
+            store_url=str(tmp_path / "store"),
+        )
+    )
+    await engine.start()
+    for version[0] in (1, 2, 3):
+        manifest = publisher.announce(version[0])
+        sent, receipt = await asyncio.gather(asyncio.to_thread(publisher.send, manifest), engine.stage(manifest))
+        assert receipt.root == sent.root
+        await engine.commit_weights(version[0], sent.root)
+        (answer,) = await engine.generate(f"v{version[0]}", PROMPT, SamplingParams(6, temperature=0.0), 1)
+        assert set(answer.token_ids.tolist()) == {version[0]} and answer.versions[0].version == version[0]
+    assert store.manifest(3).base == 2  # the second and third came as deltas on what the engine had
     await engine.close()
 
 
