@@ -61,8 +61,6 @@ class VllmEngine:
             raise ConfigError(
                 f"model.path: {self.settings.model_dir!r} has no config.json; name a Hugging Face model directory"
             )
-        if self.settings.plane == "ipc":
-            raise ConfigError("weights.plane: ipc is not offered yet; choose nccl, gloo or store")
         if self.settings.tensor_parallel > 1 and self.settings.plane == "gloo":
             raise ConfigError(
                 f"weights.plane: gloo has one receiver per engine, here are {self.settings.tensor_parallel} workers; "

@@ -41,7 +41,7 @@ class VllmSettings:
     tensor_parallel: int = 1
     block_size: int | None = 32  # short, so that the answers of one group share their prompt's KV
     kv_policy: Literal["keep", "recompute", "salt"] = "salt"
-    plane: Literal["gloo", "nccl", "ipc", "store"] = "gloo"  # ipc is refused at start
+    plane: Literal["gloo", "nccl", "store"] = "gloo"
     bucket_bytes: int = 8 << 20
     spool_dir: str | None = None
     store_url: str = ""  # where plane "store" pulls from
