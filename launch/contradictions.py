@@ -51,6 +51,9 @@ def _devices(c: RunConfig) -> Iterator[Problem]:
     if c.weights.plane == "nccl" and not (rollout.gpus > 0 and learner.gpus > 0):
         sides = f"rollout has {rollout.gpus:g}, the learner {learner.gpus:g}"
         yield Problem("weights.plane", c.weights.plane, f"needs GPUs on both sides ({sides}); use auto")
+    if c.plane == "gloo" and rollout.gpus > 1:
+        remedy = f"here are {rollout.gpus:g} workers per engine; use store or nccl"
+        yield Problem("weights.plane", "gloo", f"has one receiver per engine, and {remedy}")
     if learner.gpus == 0 and learner.attention == "flash":
         yield Problem("topology.learner.attention", "flash", "needs a GPU, and topology.learner.gpus is 0; use auto")
     if learner.gpus == 0 and learner.compute_dtype == "float16":
