@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from learner import export, heap, reference, snapshot, train_step
+from learner import export, heap, online_pairs, reference, snapshot, train_step
 from learner.choices import Choices
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.critic import CriticModule, ValueHead
@@ -183,7 +183,9 @@ class LearnerEngine:
         torch.manual_seed(seed)
         self.kl_coef = choices.kl_coef
         self.policy = load_policy(model_dir, learner, self.device)
-        self.reference = reference.build(self.policy, model_dir, learner, self.device) if _compares(choices) else None
+        self.reference = None
+        if choices.needs_reference:
+            self.reference = reference.build(self.policy, model_dir, learner, self.device)
         self.critic = self._add_critic() if choices.needs_critic else None
         self.zero = Zero(self.policy, algorithm, learner, self.device)
 
@@ -235,7 +237,8 @@ class LearnerEngine:
 
     def train_step(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """One optimizer step on this rank's share of the groups; then `version` is `step + 1`. Raises DivergedError."""
-        report = train_step.run(self, groups)
+        walk = train_step if self.choices.objective == "policy" else online_pairs
+        report = walk.run(self, groups)
         self.version = step + 1
         if (
             isinstance(self.reference, reference.Copy)
@@ -295,7 +298,3 @@ class LearnerEngine:
             export.write(Path(out), self.model_dir, named, str(self.serving_dtype).removeprefix("torch."))
         deque(named, maxlen=0)  # the other ranks walk along: a gather needs all of them
         self.world.meet()
-
-
-def _compares(choices: Choices) -> bool:
-    return choices.objective == "policy" and choices.kl_coef > 0

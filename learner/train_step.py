@@ -133,11 +133,11 @@ def _update(updater: Updater, plan: Plan, batches: Sequence[MicroBatch]) -> Repo
     seconds["optimizer"] = time.perf_counter() - t2
     metrics = sums.reduced(updater.world.add_up).finish()
     _adapt_kl(updater, metrics, len(plan.share.rewards))
-    metrics = _named(metrics) | {f"time/learn_{part}": s for part, s in seconds.items()}
+    metrics = named(metrics) | {f"time/learn_{part}": s for part, s in seconds.items()}
     metrics |= {"lr": stepped.rate, "step/skipped": float(not stepped.applied)}
     metrics["grad_norm"] = stepped.grad_norm if math.isfinite(stepped.grad_norm) else 0.0
-    named = suspects or list(range(len(plan.share.groups)))
-    return Report(metrics, stepped.applied, () if stepped.applied else plan.share.ordinals_of(named))
+    blamed = suspects or list(range(len(plan.share.groups)))
+    return Report(metrics, stepped.applied, () if stepped.applied else plan.share.ordinals_of(blamed))
 
 
 def _loss(updater: Updater, plan: Plan, batch: MicroBatch, out: PolicyOutput) -> tuple[Tensor, MetricSums]:
@@ -198,7 +198,7 @@ def _at(column: Tensor, batch: MicroBatch, device: torch.device) -> Tensor:
     return column[torch.from_numpy(batch.origin)].to(device)
 
 
-def _named(metrics: dict[str, float]) -> dict[str, float]:
+def named(metrics: dict[str, float]) -> dict[str, float]:
     """Sums that only make sense together become the names of metrics.jsonl."""
     mean, square = metrics.pop("reward/raw"), metrics.pop("reward/square")
     metrics["reward/mean"] = mean

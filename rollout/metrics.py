@@ -52,6 +52,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/kl_behaviour", "nats", "KL of the proximal policy to the one that sampled (k3)"),
     Metric("policy/<statistic>", "", "another statistic of the policy update"),
     Metric("correction/<statistic>", "", "the off-policy correction: effective sample size, weights, mismatch"),
+    Metric("preference/<statistic>", "", "learning from pairs: margin, accuracy, rewards of chosen and rejected"),
     Metric("critic/<statistic>", "", "the value function of PPO"),
     Metric("advantage/<statistic>", "", "advantages, and how many groups gave none"),
     Metric("step/skipped", "", "1 where the gradient was not finite and the step changed nothing"),
