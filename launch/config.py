@@ -158,10 +158,12 @@ class RunConfig(Section):
 
     @property
     def plane(self) -> Literal["nccl", "gloo", "store"]:
-        """How weights travel: as said, or nccl between GPUs of their own, gloo otherwise."""
+        """How weights travel: as said, or nccl between GPUs, store to several workers per engine, gloo otherwise."""
         if self.weights.plane != "auto":
             return self.weights.plane
-        return "nccl" if min(self.topology.rollout.gpus, self.topology.learner.gpus) >= 1 else "gloo"
+        if min(self.topology.rollout.gpus, self.topology.learner.gpus) >= 1:
+            return "nccl"
+        return "store" if self.topology.rollout.gpus > 1 else "gloo"
 
     @property
     def evaluated_versions(self) -> tuple[int, ...]:
