@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import zmq
 
+MOST_CLIENTS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class Weather:
@@ -75,10 +77,18 @@ class Proxy:
         if not inward:
             self._front.send_multipart([client, *frames])
             return
-        back = self._backs.get(client)
-        if back is None:
-            back = self._backs[client] = self._context.socket(zmq.DEALER)
-            back.linger = 0
-            back.connect(self._server)
-            self._poller.register(back, zmq.POLLIN)
+        back = self._backs.pop(client, None) or self._connect()
+        self._backs[client] = back  # the most recently heard one stands last
         back.send_multipart(frames)
+
+    def _connect(self) -> zmq.Socket:
+        """A client that reconnects is a new client to us; the one unheard for longest makes room for it."""
+        if len(self._backs) >= MOST_CLIENTS:
+            gone = self._backs.pop(next(iter(self._backs)))
+            self._poller.unregister(gone)
+            gone.close(linger=0)
+        back = self._context.socket(zmq.DEALER)
+        back.linger = 0
+        back.connect(self._server)
+        self._poller.register(back, zmq.POLLIN)
+        return back

@@ -65,7 +65,7 @@ def test_the_same_groups_are_trained_over_a_network_that_loses_doubles_and_reord
         trained: list[int] = []
 
         def produce() -> None:
-            with QueueClient(front, "producer", beat_s=0.05) as queue:
+            with QueueClient(front, "producer", beat_s=0.2) as queue:
                 try:
                     while True:
                         leases = queue.lease(2, wait_s=5.0)
@@ -74,7 +74,7 @@ def test_the_same_groups_are_trained_over_a_network_that_loses_doubles_and_reord
                     return
 
         def score() -> None:
-            with QueueClient(front, "scorer", beat_s=0.05) as queue:
+            with QueueClient(front, "scorer", beat_s=0.2) as queue:
                 try:
                     while True:
                         queue.score({g.ordinal: GOOD for g in queue.lease_scoring(4, wait_s=5.0)})
@@ -85,7 +85,7 @@ def test_the_same_groups_are_trained_over_a_network_that_loses_doubles_and_reord
         for worker in workers:
             worker.start()
         log = TrainedLog(tmp_path / "trained.jsonl")
-        with QueueClient(front, "learner", beat_s=0.05) as queue:
+        with QueueClient(front, "learner", beat_s=0.2) as queue:
             for step in range(8):
                 groups = queue.take(step, wait_s=60.0)
                 log.trained(step, step + 1, groups)
