@@ -33,6 +33,7 @@ RETIRE_MEMORY = 0.5  # of memory_mb resident: a leak ends the process between tw
 
 def main() -> None:
     jobs, answers = _private_pipes()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that started us in the background ignores it
     adopt_orphans()
     todo: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(jobs, todo), daemon=True).start()
