@@ -24,6 +24,7 @@ lint: setup
 	@$(BIN)/mypy
 
 test: lint
+	@$(BIN)/pytest -m alone
 	@$(BIN)/pytest
 
 soak: setup

@@ -55,12 +55,13 @@ def test_a_server_that_was_stopped_does_not_blame_its_clients(monkeypatch: pytes
     assert clock.advance() == 1.5
 
 
+@pytest.mark.alone
 def test_the_same_groups_are_trained_over_a_network_that_loses_doubles_and_reorders(tmp_path: Path) -> None:
     """20 % of all messages lost, 20 % doubled, 30 % late: every ordinal is trained once."""
     with QueueServer(settings(max_steps=8), tmp_path / "journal") as server:
         front, stop = f"ipc://{tmp_path}/front", threading.Event()
         proxy = Proxy(front, server.endpoint, Weather(0.2, 0.2, 0.3, 0.1), seed=3)
-        network = threading.Thread(target=proxy.run, args=(stop.is_set,))
+        network = threading.Thread(target=proxy.run, args=(stop.is_set,), daemon=True)
         network.start()
         trained: list[int] = []
 
@@ -81,7 +82,7 @@ def test_the_same_groups_are_trained_over_a_network_that_loses_doubles_and_reord
                 except Drained:
                     return
 
-        workers = [threading.Thread(target=produce), threading.Thread(target=score)]
+        workers = [threading.Thread(target=work, daemon=True) for work in (produce, score)]
         for worker in workers:
             worker.start()
         log = TrainedLog(tmp_path / "trained.jsonl")
