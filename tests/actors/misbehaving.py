@@ -126,6 +126,11 @@ def _leave_thread() -> float:
     return 1.0
 
 
+def _interrupted() -> None:
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(1)  # Python calls its handler at the latest in here
+
+
 class _Strange:
     """Claims to be a scalar array and is none."""
 
@@ -165,5 +170,5 @@ WAYS = {
     "die": lambda: os._exit(5),
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "interrupt": lambda: (signal.raise_signal(signal.SIGINT), time.sleep(1)) and None,  # handled within the sleep
+    "interrupt": _interrupted,
 }
