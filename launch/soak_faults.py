@@ -114,7 +114,7 @@ def _leased(folder: Path, number: int) -> list[tuple[int, int]]:
         match unpack(meta, "journal"):
             case ["snapshot", value]:
                 leased = {row[0]: row[2] for row in value["ledger"]["entries"] if row[1] == "leased"}
-            case ["group", [_, ordinal, *_], _]:
+            case ["group" | "placed", [_, ordinal, *_], _]:
                 leased.pop(ordinal, None)
             case ["facts", rows]:
                 for row in rows:

@@ -16,7 +16,6 @@ the last good write is cut off or, where the disk refuses even that, left behind
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
 from collections import Counter
@@ -29,16 +28,19 @@ from rollout.errors import QueueError, WireError
 from rollout.journal_disk import Disk
 from rollout.journal_groups import read_groups
 from rollout.journal_history import archive
+from rollout.journal_memory import memory_folder
 from rollout.journal_segments import (
     TITLE,
     Ref,
     Tail,
+    placed_numbers,
     read_record,
     record_head,
     scan,
     segment_numbers,
     segment_path,
 )
+from rollout.placed_payloads import PlacedFiles
 from rollout.wire import Buffer, frame_bytes, pack, unpack
 
 __all__ = ["SEGMENT", "Durability", "Journal", "MemoryJournal", "Stalled", "Torn", "memory_folder", "read_groups"]
@@ -73,6 +75,7 @@ class Journal:
     ) -> None:
         self.folder, self.durability, self.segment_bytes, self.retain = folder, durability, segment_bytes, retain
         self.disk = disk or Disk()
+        self.placed = PlacedFiles(folder, self.disk)
         self.checks = durability != "memory"
         self.torn: list[Torn] = []
         self.live: Counter[int] = Counter()  # segment -> groups that are still needed
@@ -102,7 +105,7 @@ class Journal:
         """(meta, ref) of everything since the newest good snapshot, which comes first; nothing in a new folder."""
         numbers = segment_numbers(self.folder)
         if self.durability == "memory":
-            for number in numbers:
+            for number in (*numbers, *placed_numbers(self.folder)):
                 segment_path(self.folder, number).unlink()
             return
         start = next((n for n in reversed(numbers) if self._opens_with_snapshot(n)), None)
@@ -152,11 +155,21 @@ class Journal:
             self.live[ref.segment] += 1
         return ref
 
+    def append_placed(self, meta: Buffer, place: Ref, client: str) -> Ref:
+        """Queue the record of a group whose arrays `client` has written already; both stay while it is needed."""
+        self.placed.adopt(place, client)
+        ref = self.append(meta)
+        self.live[ref.segment] += 1
+        self.live[place.segment] += 1
+        return ref
+
     def flush(self) -> None:
         """Write the batch and make it as durable as promised. Raises Stalled and keeps the batch."""
         if not self._batch:
             return
         try:
+            if self.durability == "fsync":
+                self.placed.sync()  # first: a record never speaks of arrays that are not there
             end = self.disk.write(self._fd, self._batch, self._end)
             if self.durability == "fsync":
                 self.disk.sync(self._fd)
@@ -170,7 +183,7 @@ class Journal:
     @property
     def full(self) -> bool:
         """Time to roll: call `roll` right after a flush, while the ledger says what the journal says."""
-        return self._end >= self.segment_bytes and not self._batch
+        return self._end + self.placed.nbytes >= self.segment_bytes and not self._batch
 
     def roll(self, snapshot: Any) -> bool:
         """Open the next segment and delete those that nobody needs. False if the disk refused; try again later."""
@@ -206,12 +219,14 @@ class Journal:
             self.disk.close(self._fd)
         self._fd, self._number, self._end = fd, number, end
 
-    def forget(self, ref: Ref) -> None:
-        """The group is settled: its payload will never be read again."""
+    def forget(self, ref: Ref, told: int) -> None:
+        """The group is settled: its payload, and the record in segment `told`, will never be read again."""
         self.live[ref.segment] -= 1
+        self.live[told] -= told != ref.segment
 
     def collect(self) -> None:
         """Delete the segments before the present one that hold no live group; what became of theirs is kept aside."""
+        self.placed.collect(self.live, delete=not self.retain)
         if self.retain:
             return
         for number in segment_numbers(self.folder):
@@ -235,40 +250,11 @@ class Journal:
     def close(self) -> None:
         if self._fd >= 0:
             self.disk.close(self._fd)
+        self.placed.close()
         os.close(self._lock)
         self._fd = -1
         if self.durability == "memory":
             shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def memory_folder(journal_dir: Path, room: int) -> Path | None:
-    """A folder in memory for this run's payload, or None if there is no such file system with room for it."""
-    base = Path("/dev/shm")
-    if not os.access(base, os.W_OK):
-        return None
-    space = os.statvfs(base)
-    if space.f_bavail * space.f_frsize < room:
-        return None
-    name = hashlib.blake2b(str(journal_dir.resolve()).encode(), digest_size=8).hexdigest()
-    mine = base / f"headrace-{os.getuid()}"
-    for folder in mine.glob("*"):
-        _remove_if_abandoned(folder)
-    return mine / name
-
-
-def _remove_if_abandoned(folder: Path) -> None:
-    """A server that was killed could not tidy up; nobody holds its lock any more."""
-    try:
-        fd = os.open(folder / "lock", os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        return
-    finally:
-        os.close(fd)
 
 
 class MemoryJournal(Journal):
@@ -277,6 +263,7 @@ class MemoryJournal(Journal):
     def __init__(self) -> None:  # no folder, no lock
         self.live, self.torn = Counter(), []
         self.durability, self.syncs, self.bytes_written, self.folder = "memory", 0, 0, Path("/nowhere")
+        self.checks, self.segment_bytes, self.placed = False, SEGMENT, PlacedFiles(self.folder, Disk())
 
     def recover(self) -> Iterator[tuple[Any, Ref]]:
         return iter(())
@@ -292,7 +279,7 @@ class MemoryJournal(Journal):
     def full(self) -> bool:
         return False
 
-    def forget(self, ref: Ref) -> None: ...
+    def forget(self, ref: Ref, told: int) -> None: ...
 
     def collect(self) -> None: ...
 

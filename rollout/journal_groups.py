@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from rollout.journal_segments import Tail, read_record, scan, segment_numbers
+from rollout.journal_segments import Ref, Tail, read_record, scan, segment_numbers, segment_path
 from rollout.selection import n_scored
 from rollout.types import Group, Verdict
 from rollout.wire import decode_group, unpack
@@ -67,10 +67,17 @@ def read_groups(
     for number in segment_numbers(folder):
         for meta, ref in scan(folder, number, Tail(), verify=False):
             value = unpack(meta, "journal")
-            if value[0] != "group" or (fate != "any" and fates.of(value[1][1]) != fate):
+            if value[0] not in ("group", "placed") or (fate != "any" and fates.of(value[1][1]) != fate):
                 continue
-            _, body = read_record(folder, ref)
-            group = decode_group(value[2], (body,))
+            place = Ref(*value[2]) if value[0] == "placed" else ref
+            if (
+                place is not ref
+                and fates.of(value[1][1]) != "open"
+                and not segment_path(folder, place.segment).exists()
+            ):
+                continue  # settled, and forgotten since
+            record, body = read_record(folder, place)
+            group = decode_group(unpack(record, "journal")[2], (body,))
             verdicts = fates.verdicts.get(group.ordinal)
             if verdicts is not None:
                 group = group.with_verdicts(verdicts)

@@ -23,6 +23,7 @@ from rollout.wire import Buffer
 TITLE = b"HEADRACE-JOURNAL-1\n"
 HEAD = struct.Struct("<4sIIQ")
 MAGIC = b"HRec"
+PLACED = 1 << 40  # numbers from here on name payload files (rollout/placed_payloads.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,10 @@ class Ref:
     offset: int
     meta: int
     body: int
+
+    @property
+    def row(self) -> list[int]:
+        return [self.segment, self.offset, self.meta, self.body]
 
     @property
     def body_at(self) -> int:
@@ -53,11 +58,15 @@ class Tail:
 
 
 def segment_path(folder: Path, number: int) -> Path:
-    return folder / f"{number:08d}.segment"
+    return folder / (f"{number:08d}.segment" if number < PLACED else f"{number:x}.payload")
 
 
 def segment_numbers(folder: Path) -> list[int]:
     return sorted(int(p.stem) for p in folder.glob("*.segment") if p.stem.isdigit())
+
+
+def placed_numbers(folder: Path) -> list[int]:
+    return [int(p.stem, 16) for p in folder.glob("*.payload")]
 
 
 def checksum(meta: Buffer, body: Sequence[Buffer]) -> int:

@@ -92,6 +92,10 @@ class Books:
             raise LedgerError(ordinal, "unknown", transition, f"ordinals up to {self.issued - 1} were issued")
         return self.entries.get(ordinal)
 
+    def is_trained(self, ordinal: int) -> bool:
+        entry = self.entries.get(ordinal)
+        return entry is not None and entry.state is State.TRAINED
+
     def share(self, step: int, rank: int, world: int) -> tuple[int, ...]:
         """The part of a taken step that `rank` trains: token balanced, oldest first, the same whenever it is asked."""
         if not 0 <= rank < world:

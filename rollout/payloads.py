@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from rollout.journal import Journal, MemoryJournal
 from rollout.journal_segments import Ref
-from rollout.wire import Buffer, frame_bytes, read_header
+from rollout.wire import Buffer, read_header
 
 
 @dataclass(slots=True)
@@ -21,11 +21,16 @@ class Payload:
     """One group: where the journal has it, and what of it is in memory."""
 
     ref: Ref
+    told: int  # the segment with the record that speaks of it: the same one, unless the client wrote the arrays
     nbytes: int
     header: Buffer | None = None
     frames: Sequence[Buffer] | None = None
     tokens_end: int | None = None  # None: not yet read from the header
     counted: bool = False
+
+    @property
+    def placed(self) -> bool:
+        return self.told != self.ref.segment
 
 
 class Payloads:
@@ -38,17 +43,20 @@ class Payloads:
         self._fresh: list[Payload] = []  # not yet flushed
         self.files = not isinstance(journal, MemoryJournal)
 
-    def put(self, ordinal: int, ref: Ref, header: Buffer, frames: Sequence[Buffer], tokens_end: int) -> None:
-        payload = Payload(ref, frame_bytes(frames), bytes(header), frames, tokens_end, counted=True)
+    def put(self, ordinal: int, ref: Ref, told: int, header: Buffer, frames: Sequence[Buffer], tokens_end: int) -> None:
+        payload = Payload(ref, told, ref.body, bytes(header), frames, tokens_end, counted=True)
         self.held[ordinal] = payload
         self.bytes_waiting += payload.nbytes
-        if self.files:
+        if payload.placed:
+            payload.frames = None
+        elif self.files:
             self._fresh.append(payload)
 
-    def put_on_disk(self, ordinal: int, ref: Ref) -> None:
+    def put_on_disk(self, ordinal: int, ref: Ref, told: int) -> None:
         """A group that recovery found."""
-        self.held[ordinal] = Payload(ref, ref.body)
+        self.held[ordinal] = payload = Payload(ref, told, ref.body)
         self.journal.live[ref.segment] += 1
+        self.journal.live[told] += payload.placed
 
     def flushed(self) -> None:
         """The journal has everything: memory need not."""
@@ -103,7 +111,7 @@ class Payloads:
             payload = self.held.pop(ordinal, None)
             if payload:
                 self._discount(payload)
-                self.journal.forget(payload.ref)
+                self.journal.forget(payload.ref, payload.told)
 
     def _discount(self, payload: Payload) -> None:
         self.bytes_waiting -= payload.nbytes * payload.counted

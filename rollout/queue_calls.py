@@ -9,18 +9,20 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from rollout.errors import DeadlineError, HeadraceError, QueueError, WireError
 from rollout.ledger_states import Lease
 from rollout.local_payloads import LocalPayloads, Place
+from rollout.placed_payloads import PayloadWriter
 from rollout.queue_connection import BEAT, Connection
 from rollout.queue_keys import ClientKeys
 from rollout.queue_protocol import WAIT_SLICE, Answer, pack_blobs, split_blobs
 from rollout.types import Group, Verdict
-from rollout.wire import Buffer, decode_group, encode_group
+from rollout.wire import Buffer, decode_group, encode_group, frame_bytes
 from rollout.wire_verdicts import read_verdicts, verdicts_row
 
 log = logging.getLogger(__name__)
@@ -38,7 +40,14 @@ class Ask:
     timeout: float = WAIT_SLICE
 
 
-Plan = Generator[Ask, Answer | None, T]
+@dataclass(slots=True)
+class Work:
+    """Something slow on this host, in the middle of a plan: an event loop must not do it itself."""
+
+    do: Callable[[], Any]
+
+
+Plan = Generator[Ask | Work, Any, T]
 
 
 class Calls:
@@ -56,6 +65,13 @@ class Calls:
         self.connection = Connection(endpoint, holder, keys, beat_s)
         self._since_said = time.monotonic()
         self._local: LocalPayloads | bool | None = None  # None: not yet looked
+        self._writer: PayloadWriter | None = None
+        self._place_from = 0
+
+    def close(self) -> None:
+        self.connection.close()
+        if self._writer:
+            self._writer.abandon()
 
     def _drive(self, plan: Plan[Any]) -> Any:
         raise QueueError("use QueueClient or AsyncQueueClient")
@@ -125,16 +141,35 @@ class Calls:
         return [Lease(*row) for row in answer.ok["leases"]] if answer else []
 
     def _submit(self, groups: list[Group]) -> Plan[dict[int, str]]:
-        counts, blobs = pack_blobs([encode_group(g) for g in groups])
+        encoded = [encode_group(g) for g in groups]
         ordinals = [g.ordinal for g in groups]
+        places = yield from self._placed(encoded)
         while True:
-            answer = yield from self._insist("submit", {"groups": counts}, blobs)
+            sent = [(h, () if place else f) for (h, f), place in zip(encoded, places, strict=True)]
+            counts, blobs = pack_blobs(sent)
+            args = {"groups": counts, "places": places} if any(places) else {"groups": counts}
+            answer = yield from self._insist("submit", args, blobs)
+            if "unplaced" in answer.ok and self._writer:
+                self._writer.abandon()
+                places = [None] * len(places)
+                continue
             if "busy" not in answer.ok:
                 break
             yield from self._await("room", {"bytes": answer.ok["busy"], "ordinals": ordinals}, WAIT_SLICE)
         for ordinal in ordinals:
             self.connection.leases.pop(ordinal, None)
         return dict(zip(ordinals, answer.ok["outcomes"], strict=True))
+
+    def _placed(self, encoded: Sequence[tuple[bytes, list[Buffer]]]) -> Plan[list[list[int] | None]]:
+        """Write large groups where the server would, if this is its host: the place of each, None for those to send."""
+        places: list[list[int] | None] = [None] * len(encoded)
+        yield from self._locally()
+        if self._writer is None:
+            return places
+        for i, (header, frames) in enumerate(encoded):
+            if frame_bytes(frames) >= self._place_from:
+                places[i] = yield Work(partial(self._writer.place, header, frames))
+        return places
 
     def _give_back(self, ordinals: list[int], reason: str, failed: bool) -> Plan[None]:
         mine = [[o, a] for o in ordinals if (a := self.connection.leases.get(o)) is not None]
@@ -172,7 +207,11 @@ class Calls:
         """Whether the payload can be read where it lies; found out once."""
         if self._local is None:
             answer = yield from self._insist("where", {})
-            self._local = LocalPayloads.find(answer.ok["folder"], answer.epoch) or False
+            local = LocalPayloads.find(answer.ok["folder"], answer.epoch)
+            self._local = local or False
+            if local and "placing" in answer.ok:
+                self._place_from, file_bytes, checks = answer.ok["placing"]
+                self._writer = PayloadWriter(local.folder, file_bytes, checks)
         return bool(self._local)
 
     def _bodies(self, answer: Answer) -> list[tuple[Buffer, Sequence[Any]]]:
@@ -241,6 +280,6 @@ class Calls:
             log.warning("%s has waited %.0f s in '%s': %s", self.holder, now - since, op, why)
 
 
-def resume(plan: Plan[Any], answer: Answer | HeadraceError | None) -> Ask:
+def resume(plan: Plan[Any], answer: Answer | HeadraceError | None) -> Ask | Work:
     """Go on with the plan: with the answer, or with the server's error raised where the plan asked."""
     return plan.throw(answer) if isinstance(answer, HeadraceError) else plan.send(answer)

@@ -13,8 +13,7 @@ from typing import Any
 
 from rollout.errors import Drained, HeadraceError
 from rollout.ledger_states import Lease
-from rollout.queue_calls import Calls, Plan, resume
-from rollout.queue_protocol import Answer
+from rollout.queue_calls import Calls, Plan, Work, resume
 
 __all__ = ["AsyncQueueClient", "Drained", "Lease", "QueueClient"]
 
@@ -23,12 +22,15 @@ class QueueClient(Calls):
     """Each call returns its result, or raises. Any thread may call; heartbeats go out by themselves."""
 
     def _drive(self, plan: Plan[Any]) -> Any:
-        answer: Answer | HeadraceError | None = None
+        answer: Any = None
         while True:
             try:
                 ask = resume(plan, answer)
             except StopIteration as done:
                 return done.value
+            if isinstance(ask, Work):
+                answer = ask.do()
+                continue
             answer = None
             pending = self.connection.ask(ask.op, ask.args, ask.blobs)
             try:
@@ -39,9 +41,6 @@ class QueueClient(Calls):
                 answer = None
             finally:
                 self.connection.settle(pending, heard=answer is not None)
-
-    def close(self) -> None:
-        self.connection.close()
 
     def __enter__(self) -> QueueClient:
         return self
@@ -57,12 +56,15 @@ class AsyncQueueClient(Calls):
         return self._drive_async(plan)
 
     async def _drive_async(self, plan: Plan[Any]) -> Any:
-        answer: Answer | HeadraceError | None = None
+        answer: Any = None
         while True:
             try:
                 ask = resume(plan, answer)
             except StopIteration as done:
                 return done.value
+            if isinstance(ask, Work):
+                answer = await asyncio.to_thread(ask.do)
+                continue
             answer = None
             pending = self.connection.ask_in_background(ask.op, ask.args, ask.blobs)
             try:
@@ -73,9 +75,6 @@ class AsyncQueueClient(Calls):
                 answer = None
             finally:
                 self.connection.settle(pending, heard=answer is not None)
-
-    def close(self) -> None:
-        self.connection.close()
 
     async def __aenter__(self) -> AsyncQueueClient:
         return self

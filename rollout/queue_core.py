@@ -44,6 +44,7 @@ class QueueCore:
     """One run's queue. Made by recovering whatever the journal holds."""
 
     ledger_type = Ledger
+    place_from = 64 << 10  # bytes of a group that a client on this host writes into the journal's folder itself
 
     def __init__(self, settings: LedgerSettings, journal: Journal, max_bytes: int, event: Event, now: float) -> None:
         self.journal, self.event = journal, event
@@ -56,6 +57,9 @@ class QueueCore:
         self.ledger.resume(now)
         journal.begin(self.snapshot())
         journal.collect()
+        for ordinal in [o for o, p in self.payloads.held.items() if p.placed and not self.ledger.is_trained(o)]:
+            self._readable(ordinal, self.payloads.get)  # the scan has checked those in segments
+        self.record({})
 
     def _recover(self, settings: LedgerSettings) -> None:
         for value, ref in self.journal.recover():
@@ -63,24 +67,25 @@ class QueueCore:
             if kind == "snapshot":
                 self.ledger = restore(settings, first["ledger"], self.ledger_type)
                 for ordinal, *place in first["payloads"]:
-                    self.payloads.put_on_disk(ordinal, Ref(*place))
+                    self.payloads.put_on_disk(ordinal, Ref(*place[:4]), told=place[-1] if place[4:] else place[0])
             elif kind == "facts":
                 for fact in map(read_fact, first):
                     self.ledger.apply(fact)
                     self._let_go(fact)
-            elif kind == "group":
+            elif kind in ("group", "placed"):
                 made = read_fact(first)
                 if not isinstance(made, Generated):
                     raise WireError("journal", f"a group record holds a {type(made).__name__}")
                 self.ledger.apply(made)
-                self.payloads.put_on_disk(made.ordinal, ref)
+                place = Ref(*value[2]) if kind == "placed" else ref
+                self.payloads.put_on_disk(made.ordinal, place, ref.segment)
         for torn in self.journal.torn:
             self.event("journal_torn", segment=torn.segment, dropped_bytes=torn.dropped, reason=torn.why)
         if self.ledger.issued:
             self.event("queue_recovered", **self.ledger.balance(), step=self.ledger.next_step)
 
     def snapshot(self) -> dict[str, Any]:
-        places = [[o, p.ref.segment, p.ref.offset, p.ref.meta, p.ref.body] for o, p in self.payloads.held.items()]
+        places = [[o, *p.ref.row, p.told] for o, p in self.payloads.held.items()]
         return {"ledger": snapshot(self.ledger), "payloads": places}
 
     # ---- requests
@@ -98,24 +103,25 @@ class QueueCore:
     def lease(self, r: Request, now: float) -> Reply | Waiting:
         leases = self.ledger.lease(r.int("n", 1, 1 << 20), r.holder, r.key, now)
         if not leases:
-            return Waiting(
-                f"a free slot: {self.ledger.occupied} of {self.ledger.settings.slots} are in use ({self._states()})"
-            )
+            used, slots = self.ledger.occupied, self.ledger.settings.slots
+            return Waiting(f"a free slot: {used} of {slots} are in use ({self._states()})")
         return Reply({"leases": [[x.ordinal, x.attempt, x.deadline] for x in leases]})
 
     def submit(self, r: Request, now: float) -> Reply | Waiting:
         groups = read_groups(r, self.ledger.settings.group_size)
-        outcomes = [self.ledger.check_submit(h.ordinal, h.attempt, r.holder) for h, _, _ in groups]
-        arriving = sum(h.body for (h, _, _), o in zip(groups, outcomes, strict=True) if o == "accepted")
-        if not self._admits(arriving, [h.ordinal for h, _, _ in groups]):
+        outcomes = [self.ledger.check_submit(h.ordinal, h.attempt, r.holder) for h, *_ in groups]
+        arriving = sum(h.body for (h, *_), o in zip(groups, outcomes, strict=True) if o == "accepted")
+        if not self._admits(arriving, [h.ordinal for h, *_ in groups]):
             return Reply({"busy": arriving})
-        for (header, raw, frames), outcome in zip(groups, outcomes, strict=True):
-            if outcome != "accepted":
-                continue
+        accepted = [g for g, o in zip(groups, outcomes, strict=True) if o == "accepted"]
+        if not all(self.journal.placed.holds(place) for *_, place in accepted if place):
+            return Reply({"unplaced": True})
+        for group in accepted:
+            header = group[0]
             self.ledger.submit(header.ordinal, header.attempt, r.holder, header.n_tokens, header.oldest_version, now)
             if header.all_judged is not None:
                 self.ledger.score(header.ordinal, header.all_judged, now)
-            self.record({header.ordinal: (header, raw, frames)})
+            self.record({header.ordinal: group}, r.client)
         return Reply({"outcomes": outcomes})
 
     def _admits(self, arriving: int, ordinals: Sequence[int]) -> bool:
@@ -213,8 +219,9 @@ class QueueCore:
         return Reply()
 
     def where(self, r: Request, now: float) -> Reply:
-        """Where the payload lies. A client that finds the server's epoch there can read it."""
-        return Reply({"folder": str(self.journal.folder.resolve())})
+        """Where the payload lies. A client that finds the server's epoch there can read it, and add to it."""
+        journal, where = self.journal, str(self.journal.folder.resolve())
+        return Reply({"folder": where, "placing": [self.place_from, journal.segment_bytes, journal.checks]})
 
     def stats(self, r: Request, now: float) -> Reply:
         return Reply({"stats": describe(self)})
@@ -226,7 +233,7 @@ class QueueCore:
         self.ledger.expire(now)
         self.record({})
 
-    def record(self, groups: Mapping[int, Stored]) -> None:
+    def record(self, groups: Mapping[int, Stored], client: str = "") -> None:
         """Journal what the ledger has stated since the last time, in order."""
         if not self.ledger.facts:
             return
@@ -235,9 +242,12 @@ class QueueCore:
         for fact in facts:
             if isinstance(fact, Generated):
                 self._write_rows()
-                header, raw, frames = groups[fact.ordinal]
-                ref = self.journal.append(pack(["group", fact_row(fact), bytes(raw)]), frames)
-                self.payloads.put(fact.ordinal, ref, raw, frames, header.tokens_end)
+                header, raw, frames, place = groups[fact.ordinal]
+                if place is None:
+                    told = place = self.journal.append(pack(["group", fact_row(fact), bytes(raw)]), frames)
+                else:
+                    told = self.journal.append_placed(pack(["placed", fact_row(fact), place.row]), place, client)
+                self.payloads.put(fact.ordinal, place, told.segment, raw, frames, header.tokens_end)
             else:
                 self._rows.append(fact_row(fact))
                 self._let_go(fact)

@@ -9,13 +9,14 @@ further effect.
 
     op             arguments                                 answer                     waits for
     lease          n, wait                                   leases                     slots
-    submit         groups                                    outcomes, or busy          (then ask for `room`)
+    submit         groups, places                            outcomes, or busy          (then ask for `room`)
+                                                             or unplaced                (then send what was placed)
     room           bytes, wait                               -                          payload bytes to be consumed
     give_back      leases, reason, failed                    -
     lease_scoring  n, wait, full, local                      groups, or their places    generated groups
     score          verdicts                                  outcomes
     take           step, rank, world, wait, local            groups or places, verdicts P groups with signal
-    where          -                                         folder                     (to see if places can be read)
+    where          -                                         folder, placing            (to see if places can be read)
     trained        step, version, skipped                    -
     release, commit, restarted, drop, drain, stats           -
     beat           leases, scoring, outstanding              unknown: requests to send again

@@ -152,7 +152,7 @@ def test_segments_go_when_their_last_group_is_settled(tmp_path: Path) -> None:
         journal.flush()
         assert journal.roll(START)
     for n in (0, 1, 3):
-        journal.forget(refs[n])
+        journal.forget(refs[n], refs[n].segment)
     journal.collect()
     assert segment_numbers(tmp_path) == [3, 5]
     journal.close()

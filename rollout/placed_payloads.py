@@ -1,0 +1,152 @@
+"""Payload that never travels: a client on the server's host writes its groups into the journal's folder itself.
+
+    client   PayloadWriter.place   one checksummed record in a payload file of its own -> (file, offset, lengths)
+             submit                only the header and that place go to the server
+    server   PlacedFiles.holds     is the record there, as long as it was said to be?
+             sync, then the journal's own write and sync, then the answer: an acknowledged group is as durable as ever
+             collect               files without live groups go, once their client writes another one or none
+
+    journal/400000009f2c51.payload = the format of a segment; its records are found by `Ref` only, never by scanning
+
+If anything is wrong with a place (the disk is full, the file is gone), the client sends the group itself, as from afar.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollout.journal_disk import Disk
+from rollout.journal_segments import HEAD, MAGIC, PLACED, TITLE, Ref, placed_numbers, record_head, segment_path
+from rollout.wire import Buffer, frame_bytes, pack
+
+IDLE_S = 60.0  # a file without live groups that nobody has written for so long has lost its client
+ALIGN = 64  # bodies start at multiples of it, so that readers need not copy
+
+
+class PayloadWriter:
+    """A client's end: one file at a time, appended to by nobody else. Any thread may call."""
+
+    def __init__(self, folder: Path, file_bytes: int, checks: bool) -> None:
+        self.folder, self.file_bytes, self.checks = folder, file_bytes, checks
+        self._lock = threading.Lock()
+        self._disk = Disk()
+        self._fd = -1
+        self._number = self._end = 0
+
+    def place(self, header: Buffer, frames: Sequence[Buffer]) -> list[int] | None:
+        """[file, offset, meta bytes, body bytes], or None if the disk does not take it."""
+        meta = pack(["group", [], bytes(header)])
+        head = record_head(meta, frames, self.checks)
+        with self._lock:
+            try:
+                if self._fd < 0 or self._end >= self.file_bytes:
+                    self._open_next()
+                at = self._end - (self._end + HEAD.size + len(meta)) % -ALIGN
+                self._end = self._disk.write(self._fd, [head, meta, *frames], at)
+            except OSError:
+                return None
+            return [self._number, at, len(meta), frame_bytes(frames)]
+
+    def _open_next(self) -> None:
+        self._close()
+        number = PLACED + secrets.randbits(40)
+        fd = os.open(segment_path(self.folder, number), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._fd, self._number = fd, number
+        os.ftruncate(fd, self.file_bytes)  # readers map the whole file once
+        self._end = self._disk.write(fd, [TITLE], 0)
+
+    def abandon(self) -> None:
+        """The server cannot use this file: the next group begins another."""
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+class PlacedFiles:
+    """The server's end: which payload files there are, which of them the next flush must sync, which may go."""
+
+    def __init__(self, folder: Path, disk: Disk) -> None:
+        self.folder, self.disk = folder, disk
+        self.nbytes = 0  # placed since the last `collect`
+        self._fds: dict[int, int] = {}
+        self._latest: dict[str, int] = {}  # client -> the file it writes
+        self._known: set[int] = set()
+        self._unsynced: set[int] = set()
+        self._folder_unsynced = False
+
+    def holds(self, place: Ref) -> bool:
+        """Whether a record of just these lengths lies there."""
+        if place.segment < PLACED:
+            return False
+        try:
+            fd = self._open(place.segment)
+            head, size = os.pread(fd, HEAD.size, place.offset), os.fstat(fd).st_size
+        except OSError:
+            return False
+        if len(head) < HEAD.size or place.end > size:
+            return False
+        magic, _, meta, body = HEAD.unpack(head)
+        return (magic, meta, body) == (MAGIC, place.meta, place.body)
+
+    def _open(self, number: int) -> int:
+        if number not in self._fds:
+            self._fds[number] = os.open(segment_path(self.folder, number), os.O_RDONLY | os.O_CLOEXEC)
+        return self._fds[number]
+
+    def adopt(self, place: Ref, client: str) -> None:
+        """A record that `holds` has found becomes part of the journal."""
+        number = place.segment
+        self._folder_unsynced |= number not in self._known
+        self._known.add(number)
+        self._latest[client] = number
+        self._unsynced.add(number)
+        self.nbytes += place.end - place.offset
+
+    def sync(self) -> None:
+        """What was adopted is durable when this returns. Raises OSError; call it again."""
+        for number in list(self._unsynced):
+            self.disk.sync(self._open(number))
+            self._unsynced.discard(number)
+        if self._folder_unsynced:
+            self.disk.sync_folder(self.folder)
+            self._folder_unsynced = False
+
+    def collect(self, live: Counter[int], delete: bool) -> None:
+        """Close the files that their clients have left; delete those that nobody needs."""
+        self.nbytes = 0
+        current = set(self._latest.values())
+        for number in [n for n in self._fds if n not in current and n not in self._unsynced]:
+            os.close(self._fds.pop(number))
+        for number in placed_numbers(self.folder) if delete else ():
+            left = number in self._known and number not in current
+            if live[number] <= 0 and number not in self._unsynced and (left or self._idle(number)):
+                self._delete(number)
+                live.pop(number, None)
+
+    def _idle(self, number: int) -> bool:
+        try:
+            return time.time() - segment_path(self.folder, number).stat().st_mtime > IDLE_S
+        except FileNotFoundError:
+            return True
+
+    def _delete(self, number: int) -> None:
+        segment_path(self.folder, number).unlink(missing_ok=True)
+        self._known.discard(number)
+        self._latest = {client: n for client, n in self._latest.items() if n != number}
+        if number in self._fds:
+            os.close(self._fds.pop(number))
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
