@@ -138,7 +138,7 @@ def run(shapes: Sequence[Shape], repeats: int, peer_python: str | None, say: Any
                     if "cpu" in found_now:
                         spent = {role: round(s / samples * 1e6, 1) for role, s in found_now["cpu"].items()}
                         cpu.setdefault(shape.name, {})[name] = spent
-        for name in OURS:
+        for name in (n for n in (*OURS, "tq") if n in found):
             latencies[name] = found[name].measure(samples=8, tokens=1024, steps=300, latency=True)
     finally:
         for contender in found.values():
