@@ -125,11 +125,12 @@ def our_producer(pipe: Connection) -> None:
         endpoint, order = pipe.recv()
         step = columns(order["samples"], order["tokens"])
         n, prompt = order["tokens"], np.arange(16, dtype=np.int32)
-        spans = (VersionSpan(0, 0, n),)
+        spans = (VersionSpan(order["steps"], 0, n),)  # as fresh as can be: staleness is not what is measured
         rows = [
             Trajectory(step["input_ids"][i], step["mask"][i], step["logprobs"][i], spans, Status.FINISHED)
             for i in range(order["samples"])
         ]
+        answers = [tuple(rows[k : k + 8]) for k in range(0, order["samples"], 8)]
         times: list[tuple[int, float]] = []
         began = time.process_time()
         with QueueClient(endpoint, "producer") as queue:
@@ -137,15 +138,8 @@ def our_producer(pipe: Connection) -> None:
             try:
                 while True:
                     leases = queue.lease(order["samples"] // 8, wait_s=30.0)
-                    version = order["steps"]  # as fresh as can be: staleness is not what is measured
-                    fresh = (VersionSpan(version, 0, n),)
-                    groups = []
-                    for k, lease in enumerate(leases):
-                        answers = tuple(
-                            Trajectory(t.token_ids, t.loss_mask, t.behaviour_logprobs, fresh, t.status)
-                            for t in rows[8 * k : 8 * k + 8]
-                        )
-                        groups.append(Group(lease.ordinal, prompt, answers, lease.attempt))
+                    pairs = zip(leases, answers, strict=False)
+                    groups = [Group(lease.ordinal, prompt, made, lease.attempt) for lease, made in pairs]
                     times += [(x.ordinal, time.monotonic()) for x in leases]
                     queue.submit(groups)
             except Drained:

@@ -180,9 +180,8 @@ class Connection:
             os.read(self._wake_read, 4096)
             self._take_asked()
         if self._socket in ready:
-            with suppress(zmq.Again):
-                while True:
-                    self._hear(self._socket.recv_multipart(zmq.DONTWAIT, copy=False))
+            while self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+                self._hear(self._socket.recv_multipart(zmq.DONTWAIT, copy=False))
         now = time.monotonic()
         if not busy:
             self._heard = now  # we have asked for nothing, so silence means nothing

@@ -16,7 +16,6 @@ import logging
 import threading
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,11 +163,10 @@ class QueueServer:
         self._wait()
         now = self._clock.advance()
         received = 0
-        with suppress(zmq.Again):
-            for _ in range(TURN):
-                if received > TURN_BYTES:
-                    break
-                received += self._receive(now)
+        for _ in range(TURN):
+            if received > TURN_BYTES or not self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+                break
+            received += self._receive(now)
         tick = now - self._last_tick >= TICK
         if tick:
             self._last_tick = now

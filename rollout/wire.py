@@ -43,6 +43,8 @@ MAX_TRAJECTORIES = 65_536
 MAX_VERSION = 1 << 62
 ONE_FRAME = 256 << 10  # smaller bodies travel in one frame
 STATUSES = tuple(Status)  # a status travels as its position here
+POSITIONS = {status: i for i, status in enumerate(STATUSES)}
+USUAL = {name: np.dtype(name) for name in ("<i4", "<f4", "|b1")}
 DTYPES = frozenset({"<i4", "<f4", "<f2", "<f8", "<i2", "<i8", "<u2", "<u4", "|b1", "|u1", "|i1"})
 
 
@@ -127,7 +129,7 @@ def encode_group(group: Group) -> tuple[bytes, list[Buffer]]:
         "attempt": group.attempt,
         "prompt": len(prompt),
         "lengths": [len(a) for a in tokens],
-        "statuses": [STATUSES.index(t.status) for t in items],
+        "statuses": [POSITIONS[t.status] for t in items],
         "versions": _runs(items),
         "extras": extra_rows,
         "notes": {str(i): dict(t.notes) for i, t in enumerate(items) if t.notes},
@@ -146,6 +148,8 @@ def _runs(items: Sequence[Trajectory]) -> int | list[list[int]]:
 
 
 def _array(array: np.ndarray, dtype: str, name: str, i: int | None = None) -> np.ndarray:
+    if array.dtype is USUAL.get(dtype) and array.ndim and array.flags.c_contiguous:
+        return array
     if array.dtype.str != dtype or dtype not in DTYPES or array.ndim == 0:
         field = name if i is None else f"trajectories[{i}].{name}"
         raise WireError(field, f"dtype is {array.dtype.str}, must be {dtype if dtype in DTYPES else sorted(DTYPES)}")
@@ -164,10 +168,11 @@ def _extras(items: Sequence[Trajectory]) -> tuple[list[np.ndarray], list[list[An
 
 
 def _check(t: Trajectory, i: int) -> None:
-    n, spans = len(t.token_ids), t.versions
-    usual = n and len(t.loss_mask) == n == len(t.behaviour_logprobs) and len(spans) == 1 and not t.extras
-    if usual and spans[0].start == 0 and spans[0].end == n and spans[0].version >= 0:
-        return
+    n, spans = t.token_ids.size, t.versions
+    if n and t.loss_mask.size == n == t.behaviour_logprobs.size and len(spans) == 1 and not t.extras:
+        only = spans[0]
+        if only.start == 0 and only.end == n and only.version >= 0 and t.token_ids.ndim == 1:
+            return
     try:
         t.check()
     except ValueError as error:

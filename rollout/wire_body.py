@@ -9,6 +9,8 @@ import numpy as np
 
 from rollout.wire_fields import Buffer
 
+KINDS = {name: np.dtype(name) for name in ("<i4", "<f4", "|b1")}
+
 
 class Body:
     """Reads arrays off a sequence of frames, in order, without copying where an array lies in one frame, aligned."""
@@ -23,9 +25,8 @@ class Body:
     ) -> list[np.ndarray]:
         """One array per trajectory; read and checked in one go where they lie together."""
         total = sum(lengths)
-        together = self._frame < len(self._frames) and self._at + total * np.dtype(dtype).itemsize <= len(
-            self._frames[self._frame]
-        )
+        nbytes = total * KINDS[dtype].itemsize
+        together = self._frame < len(self._frames) and self._at + nbytes <= len(self._frames[self._frame])
         if together:
             whole, edges = self.take(dtype, total), [0, *accumulate(lengths)]
             if check:

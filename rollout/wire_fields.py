@@ -98,10 +98,11 @@ class Fields:
 def _check_depth(value: Any, path: str, left: int) -> None:
     if left == 0:
         raise WireError(path, "nested too deeply")
-    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for child in children:
-        if isinstance(child, dict | list):
-            _check_depth(child, path, left - 1)
+    children = value.values() if isinstance(value, dict) else value
+    if not {dict, list}.isdisjoint(map(type, children)):
+        for child in children:
+            if isinstance(child, (dict, list)):
+                _check_depth(child, path, left - 1)
 
 
 def frame_bytes(frames: Iterable[Buffer]) -> int:

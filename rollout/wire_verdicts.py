@@ -39,11 +39,19 @@ def read_verdict(row: Any, field: str) -> Verdict:
     raise WireError(field, f"not a verdict: {str(row)[:80]}")
 
 
+class Verdicts(tuple[Verdict, ...]):
+    """The verdicts of one group, with the row they were read from: whoever passes them on need not make it anew."""
+
+    row: list[Any]
+
+
 def verdicts_row(verdicts: Sequence[Verdict | None]) -> list[Any]:
     """The verdicts of one group. All scored, in the same components, is the usual case and travels as columns:
 
     ["scored", [1.0, 0.0], {"exact": [1.0, 0.0]}]      otherwise      ["mixed", [row, row, None]]
     """
+    if isinstance(verdicts, Verdicts):
+        return verdicts.row
     first = verdicts[0] if verdicts else None
     if isinstance(first, Scored):
         names = list(first.components)
@@ -55,10 +63,11 @@ def verdicts_row(verdicts: Sequence[Verdict | None]) -> list[Any]:
 
 def read_verdicts(row: Any, field: str) -> tuple[Verdict, ...]:
     """One verdict for each trajectory."""
-    verdicts = read_optional_verdicts(row, field)
-    if None in verdicts:
+    verdicts = Verdicts(read_optional_verdicts(row, field))  # type: ignore[arg-type]
+    if row[0] == "mixed" and None in verdicts:
         raise WireError(field, "a trajectory has no verdict")
-    return verdicts  # type: ignore[return-value]
+    verdicts.row = row
+    return verdicts
 
 
 def read_optional_verdicts(row: Any, field: str) -> tuple[Verdict | None, ...]:
@@ -70,6 +79,9 @@ def read_optional_verdicts(row: Any, field: str) -> tuple[Verdict | None, ...]:
                 raise WireError(field, "a value is not a finite number")
             if not columns:
                 return tuple(Scored(v) for v in values)
+            if len(columns) == 1:
+                ((name, column),) = columns.items()
+                return tuple([Scored(v, {name: c}) for v, c in zip(values, column, strict=True)])
             rows = zip(*columns.values(), strict=True)
             return tuple(Scored(v, dict(zip(columns, c, strict=True))) for v, c in zip(values, rows, strict=True))
         case ["mixed", list(rows)]:
