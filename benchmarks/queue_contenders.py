@@ -186,8 +186,7 @@ def ours(durability: str) -> None:
                 now = time.monotonic()
                 taken.update((g.ordinal, now) for g in groups)
                 assert sum(len(g.trajectories) for g in groups) == order["samples"]
-                queue.trained(step, step + 1)
-                queue.release(step + 1)
+                queue.trained(step, step + 1, live=True)  # and released
                 if step % 4 == 3:
                     queue.commit(step)  # as after a checkpoint: what was trained is forgotten, like kv_clear
             seconds = time.monotonic() - started

@@ -11,6 +11,7 @@ A soak that cannot fail proves nothing. `SABOTAGE` names the protections; each c
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,6 +83,7 @@ def core_type(sabotage: str) -> type[QueueCore]:
 
     class Core(QueueCore):
         ledger_type = ledger
+        place_from = QueueCore.place_from if sabotage else random.choice((0, QueueCore.place_from))
 
     return Core
 

@@ -109,8 +109,10 @@ class Calls:
         """list[Group]: this rank's share of the step, the same whenever it is asked. Raises DeadlineError, Drained."""
         return self._drive(self._take(step, rank, world, wait_s))
 
-    def trained(self, step: int, version: int, skipped_ordinals: Iterable[int] = ()) -> Any:
-        return self._drive(self._do("trained", step=step, version=version, skipped=list(skipped_ordinals)))
+    def trained(self, step: int, version: int, skipped_ordinals: Iterable[int] = (), live: bool = False) -> Any:
+        """The step is done. `live`: the engines serve `version` already, so release it in the same breath."""
+        args = {"step": step, "version": version, "skipped": list(skipped_ordinals)}
+        return self._drive(self._do("trained", **args, **({"live": True} if live else {})))
 
     def release(self, version: int) -> Any:
         return self._drive(self._do("release", version=version))

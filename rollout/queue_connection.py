@@ -34,7 +34,7 @@ import zmq
 from rollout.errors import HeadraceError, QueueError, WireError
 from rollout.queue_keys import ClientKeys
 from rollout.queue_protocol import Answer, Pending, read_reply, request_frames
-from rollout.queue_transport import COPY_BELOW, dealer
+from rollout.queue_transport import COPY_BELOW, dealer, readable
 from rollout.wire import Buffer
 
 log = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class Connection:
             os.read(self._wake_read, 4096)
             self._take_asked()
         if self._socket in ready:
-            while self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            while readable(self._socket):
                 self._hear(self._socket.recv_multipart(zmq.DONTWAIT, copy=False))
         now = time.monotonic()
         if not busy:

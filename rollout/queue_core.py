@@ -136,8 +136,8 @@ class QueueCore:
         wanted = r.int("bytes", 0, 1 << 62)
         if self._admits(wanted, r.ints("ordinals", 0, 1 << 62)):
             return Reply()
-        held, limit = self.payloads.bytes_waiting, self.payloads.max_bytes
-        return Waiting(f"room for {wanted} bytes: {held} of {limit} are held until the learner takes groups")
+        held = f"{self.payloads.bytes_waiting} of {self.payloads.max_bytes}"
+        return Waiting(f"room for {wanted} bytes: {held} are held until the learner takes groups")
 
     def give_back(self, r: Request, now: float) -> Reply:
         self.ledger.give_back(read_leases(r), r.holder, r.str("reason", 4096), r.bool("failed"))
@@ -161,8 +161,7 @@ class QueueCore:
 
     def take(self, r: Request, now: float) -> Reply | Waiting:
         step, rank, world = r.int("step", 0, 1 << 40), r.int("rank", 0, 1 << 16), r.int("world", 1, 1 << 16)
-        taken = self.ledger.take(step, now)
-        if isinstance(taken, Waiting):
+        if isinstance(taken := self.ledger.take(step, now), Waiting):
             return taken
         ages = [step - self.ledger.entries[o].version for o in taken]
         if ages:
@@ -196,7 +195,7 @@ class QueueCore:
 
     def trained(self, r: Request, now: float) -> Reply:
         self.ledger.trained(r.int("step", 0, 1 << 40), r.int("version", 0, 1 << 40), r.ints("skipped", 0, 1 << 62))
-        return Reply()
+        return self.release(r, now) if "live" in r.value and r.bool("live") else Reply()
 
     def release(self, r: Request, now: float) -> Reply:
         self.ledger.release(r.int("version", 0, 1 << 40))
@@ -220,8 +219,8 @@ class QueueCore:
 
     def where(self, r: Request, now: float) -> Reply:
         """Where the payload lies. A client that finds the server's epoch there can read it, and add to it."""
-        journal, where = self.journal, str(self.journal.folder.resolve())
-        return Reply({"folder": where, "placing": [self.place_from, journal.segment_bytes, journal.checks]})
+        placing = [self.place_from, self.journal.segment_bytes, self.journal.checks]
+        return Reply({"folder": str(self.journal.folder.resolve()), "placing": placing})
 
     def stats(self, r: Request, now: float) -> Reply:
         return Reply({"stats": describe(self)})

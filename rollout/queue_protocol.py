@@ -17,7 +17,7 @@ further effect.
     score          verdicts                                  outcomes
     take           step, rank, world, wait, local            groups or places, verdicts P groups with signal
     where          -                                         folder, placing            (to see if places can be read)
-    trained        step, version, skipped                    -
+    trained        step, version, skipped, live              -                          (live: and release it)
     release, commit, restarted, drop, drain, stats           -
     beat           leases, scoring, outstanding              unknown: requests to send again
 """

@@ -31,7 +31,7 @@ from rollout.queue_core import QueueCore, Reply
 from rollout.queue_figures import describe
 from rollout.queue_keys import ServerKeys
 from rollout.queue_protocol import WAIT_SLICE, Request, error_frames, reply_frames
-from rollout.queue_transport import COPY_BELOW, Gatekeeper, private_ipc, router
+from rollout.queue_transport import COPY_BELOW, Gatekeeper, private_ipc, readable, router
 from rollout.served_clock import ServedClock
 from rollout.wire import Buffer
 
@@ -164,7 +164,7 @@ class QueueServer:
         now = self._clock.advance()
         received = 0
         for _ in range(TURN):
-            if received > TURN_BYTES or not self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+            if received > TURN_BYTES or not readable(self._socket):
                 break
             received += self._receive(now)
         tick = now - self._last_tick >= TICK

@@ -81,6 +81,11 @@ def router(context: zmq.Context, bind: str, keys: KeyPair | None) -> tuple[zmq.S
     return socket, socket.last_endpoint.decode().rstrip("\0")
 
 
+def readable(socket: zmq.Socket) -> bool:
+    """Whether a message is waiting. Cheaper than an exception that says there is none."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
 class Gatekeeper:
     """Answers ZeroMQ's authentication requests: only holders of the run's client key come in."""
 

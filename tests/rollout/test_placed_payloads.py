@@ -1,0 +1,105 @@
+"""Proves that groups which a client writes into the journal's folder itself are kept like any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollout.journal import read_groups
+from rollout.journal_disk import Disk
+from rollout.journal_segments import placed_numbers, segment_path
+from rollout.placed_payloads import PayloadWriter
+from rollout.queue_client import QueueClient
+from rollout.queue_server import QueueServer
+from tests.rollout.queue_samples import GOOD, group, same, settings
+
+pytestmark = pytest.mark.timeout(60)
+LONG = (3, 30_000)  # tokens: over the size from which groups are placed
+
+
+def submit(client: QueueClient, n: int, version: int = 0) -> list[int]:
+    leases = client.lease(n, wait_s=5.0)
+    groups = [group(x.ordinal, x.attempt, version, LONG) for x in leases]
+    assert set(client.submit(groups).values()) == {"accepted"}
+    return [x.ordinal for x in leases]
+
+
+def files(folder: Path) -> list[Path]:
+    return [segment_path(folder, n) for n in placed_numbers(folder)]
+
+
+def test_a_placed_group_survives_a_restart_and_is_read_offline(tmp_path: Path) -> None:
+    with QueueServer(settings(), tmp_path) as server, QueueClient(server.endpoint, "all") as client:
+        submit(client, 2)
+        client.score({0: GOOD, 1: GOOD})
+    assert len(files(tmp_path)) == 1
+    assert [same(g, group(g.ordinal, lengths=LONG).with_verdicts(GOOD)) for g in read_groups(tmp_path)] == [True] * 2
+    with QueueServer(settings(), tmp_path) as server, QueueClient(server.endpoint, "all") as client:
+        client._local = False  # sent, and so read through its checksum
+        assert [g.ordinal for g in client.take(0, wait_s=5.0)] == [0, 1]
+
+
+def test_a_damaged_one_is_dropped_by_name_at_the_restart(tmp_path: Path) -> None:
+    with QueueServer(settings(), tmp_path) as server, QueueClient(server.endpoint, "all") as client:
+        submit(client, 1)
+    (path,) = files(tmp_path)
+    with open(path, "r+b") as file:
+        file.seek(100_000)
+        file.write(b"\xff" * 8)
+    with QueueServer(settings(), tmp_path) as server, QueueClient(server.endpoint, "all") as client:
+        assert server.core.ledger.dropped == {"journal_damaged": 1}
+        assert client.stats()["conserved"]
+
+
+def test_a_client_whose_file_is_gone_sends_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = PayloadWriter.place
+
+    def place_and_lose(self: PayloadWriter, *args: object) -> list[int] | None:
+        found = place(self, *args)  # type: ignore[arg-type]
+        files(tmp_path)[0].unlink()
+        return found
+
+    monkeypatch.setattr(PayloadWriter, "place", place_and_lose)
+    with QueueServer(settings(), tmp_path) as server, QueueClient(server.endpoint, "all") as client:
+        submit(client, 1)
+        client.score({0: GOOD})
+    assert same(next(read_groups(tmp_path)), group(0, lengths=LONG).with_verdicts(GOOD))
+
+
+def test_a_full_disk_makes_the_client_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PayloadWriter, "place", lambda *_: None)
+    with QueueServer(settings(), tmp_path) as server, QueueClient(server.endpoint, "all") as client:
+        submit(client, 1)
+    assert not files(tmp_path) and len(list(read_groups(tmp_path))) == 1
+
+
+def test_files_go_when_their_groups_are_settled_and_the_client_writes_another(tmp_path: Path) -> None:
+    made = QueueServer(settings(), tmp_path, segment_bytes=300_000)
+    with made as server, QueueClient(server.endpoint, "all") as client:
+        for step in range(12):
+            client.score({o: GOOD for o in submit(client, 2, step)})
+            assert len(client.take(step, wait_s=5.0)) == 2
+            client.trained(step, step + 1, live=True)
+            client.commit(step)
+        assert len(files(tmp_path)) <= 2
+        assert client.stats()["conserved"]
+
+
+def test_arrays_are_durable_before_the_record_that_speaks_of_them(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    class Watched(Disk):
+        def sync(self, fd: int) -> None:
+            order.append(Path(f"/proc/self/fd/{fd}").resolve().suffix)
+            super().sync(fd)
+
+        def sync_folder(self, folder: Path) -> None:
+            order.append("folder")
+            super().sync_folder(folder)
+
+    with QueueServer(settings(), tmp_path, disk=Watched()) as server, QueueClient(server.endpoint, "all") as client:
+        client.lease(1, wait_s=5.0)
+        order.clear()
+        client.submit([group(0, lengths=LONG)])
+    assert order[:3] == [".payload", "folder", ".segment"]
