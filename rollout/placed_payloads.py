@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rollout.journal_disk import Disk
@@ -38,6 +39,13 @@ class PayloadWriter:
         self._disk = Disk()
         self._fd = -1
         self._number = self._end = 0
+
+    def place_all(self, groups: Sequence[tuple[Buffer, Sequence[Buffer]]]) -> list[list[int] | None]:
+        """The place of each. Two at a time: while one is written, the next one's checksum is made."""
+        if len(groups) < 2 or not self.checks:
+            return [self.place(*group) for group in groups]
+        with ThreadPoolExecutor(2, "placing") as pool:
+            return list(pool.map(lambda group: self.place(*group), groups))
 
     def place(self, header: Buffer, frames: Sequence[Buffer]) -> list[int] | None:
         """[file, offset, meta bytes, body bytes], or None if the disk does not take it."""

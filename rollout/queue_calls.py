@@ -168,9 +168,11 @@ class Calls:
         yield from self._locally()
         if self._writer is None:
             return places
-        for i, (header, frames) in enumerate(encoded):
-            if frame_bytes(frames) >= self._place_from:
-                places[i] = yield Work(partial(self._writer.place, header, frames))
+        large = [i for i, (_, frames) in enumerate(encoded) if frame_bytes(frames) >= self._place_from]
+        if large:
+            found = yield Work(partial(self._writer.place_all, [encoded[i] for i in large]))
+            for i, place in zip(large, found, strict=True):
+                places[i] = place
         return places
 
     def _give_back(self, ordinals: list[int], reason: str, failed: bool) -> Plan[None]:
