@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.light_engine import DOWN, HEAD, UP, adapter, always
+from benchmarks.light_process import Doom
 from benchmarks.weight_scene import TIMEOUT_S, Case, Scene, V, Weights
 from rollout.engine import SamplingParams
 from rollout.errors import HeadraceError
-from rollout.light_engine import DOWN, HEAD, UP, adapter, always
-from rollout.light_process import Doom
 from rollout.versions import VersionSpan
 
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from actors.weight_sync import CanaryPlan, SenderPort, ThreadedSender, WeightSync
+from benchmarks.light_engine import LightEngine, always, score
+from benchmarks.light_process import Doom, LightProcess, Remote, Steps, serve
 from learner.weight_publisher import WeightPublisher
 from learner.weight_sender import Sent, WeightSender
 from rollout.canary import CanaryText
 from rollout.engine import Rendezvous
-from rollout.light_engine import LightEngine, always, score
-from rollout.light_process import Doom, LightProcess, Remote, Steps, serve
 from rollout.types import Float32
 from rollout.versions import WeightManifest
 from rollout.weight_inbox import manifest_from_plain, manifest_to_plain

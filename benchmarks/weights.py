@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.light_process import Remote, serve
 from learner import weight_sender
 from learner.weight_sender import WeightSender
 from rollout.engine import Rendezvous
 from rollout.errors import WeightError
-from rollout.light_process import Remote, serve
 from rollout.versions import WeightManifest
 from rollout.vllm_weights import WeightCalls
 from rollout.weight_group import GlooGroup

@@ -11,10 +11,10 @@ import time
 import pytest
 
 from actors.weight_sync import ThreadedSender, WeightSync
+from benchmarks.light_engine import always
+from benchmarks.light_process import Doom, LightProcess
 from learner.weight_sender import WeightSender
 from rollout.engine import SamplingParams
-from rollout.light_engine import always
-from rollout.light_process import Doom, LightProcess
 
 V, TIMEOUT_S = 64, 10.0
 

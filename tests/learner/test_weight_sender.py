@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
+from benchmarks.light_engine import HEAD, LightEngine, always, bigram
 from learner.weight_sender import WeightSender, gather_along
 from rollout.errors import DeadlineError, WeightError
-from rollout.light_engine import HEAD, LightEngine, always, bigram
 from rollout.weight_stream import as_bytes
 
 V = 48  # 48 * 48 * 4 bytes: 9 KB

@@ -4,7 +4,6 @@
     LightProcess (an EnginePort)   -- JSON -->  LightEngine
     any other port over a Remote   -- JSON -->  whatever its target serves
 
-
 Children come from a fork server that has torch imported, so that one costs milliseconds. A `Doom` sends the child a
 signal when it gets to a step for the n-th time: SIGKILL is a crash, SIGSTOP a machine that hangs.
 """
@@ -31,7 +30,7 @@ from rollout.versions import VersionSpan, WeightManifest
 from rollout.weight_inbox import manifest_from_plain, manifest_to_plain
 
 _SPAWN = mp.get_context("forkserver")
-_SPAWN.set_forkserver_preload(["rollout.light_engine", "rollout.weight_store"])
+_SPAWN.set_forkserver_preload(["benchmarks.light_engine", "rollout.weight_store"])
 Handler = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 
@@ -161,7 +160,7 @@ async def serve(connection: Connection, handle: Handler) -> None:
 
 
 def _engine_child(connection: Connection, vocab: int, settings: dict[str, Any], doom: Doom | None) -> None:
-    from rollout.light_engine import LightEngine, always
+    from benchmarks.light_engine import LightEngine, always
 
     steps = Steps(doom)
     steps.watch_buckets()
