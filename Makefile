@@ -24,7 +24,6 @@ lint: setup
 	@$(BIN)/mypy
 
 test: lint
-	@$(BIN)/pytest -m alone
 	@$(BIN)/pytest
 
 soak: setup

@@ -20,13 +20,13 @@ anyhow.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rollout import ledger_facts as fact
 from rollout.errors import Drained, LedgerError, QueueError
 from rollout.ledger_books import Books
 from rollout.ledger_states import Lease, LedgerSettings, State
-from rollout.selection import Waiting, choose, has_signal, n_scored
+from rollout.selection import Waiting, choose, forgotten, has_signal, n_scored
 from rollout.types import Verdict
 
 __all__ = ["Ledger", "LedgerSettings"]
@@ -109,6 +109,15 @@ class Ledger(Books):
             entry = self.entries.get(ordinal)
             if entry and entry.state is State.GENERATED and entry.scorer == holder:
                 entry.deadline = now + self.settings.lease_s
+
+    def reconcile(
+        self, client: str, beat: int, leases: Mapping[int, int], scoring: Collection[int], asks: Collection[int]
+    ) -> None:
+        """The same heartbeat, read for what it does not say: leases that never arrived end now."""
+        lost = forgotten(self.untaken.values(), client, beat, leases, scoring, asks)
+        self._return([e.ordinal for e in lost if e.state is State.LEASED], "never arrived", failed=False)
+        for entry in lost:
+            entry.scorer = entry.scoring_key = ""
 
     # ---- reward actors
 

@@ -264,14 +264,17 @@ class Calls:
 
     def _await(self, op: str, args: dict[str, Any], wait_s: float) -> Plan[tuple[Answer | None, str]]:
         """The answer to a request that may have to wait, or (None, what it waited for) once wait_s is over."""
-        since, why = time.monotonic(), "the queue server does not answer"
+        since, why = time.monotonic(), "the queue server, which is there, but its answers are lost"
         while True:
             left = max(0.0, wait_s - (time.monotonic() - since))
             part = min(left, WAIT_SLICE)
             answer = yield Ask(op, {**args, "wait": part}, (), part + min(GRACE, 1.0 + wait_s))
             if answer is not None and "waiting" not in answer.ok:
                 return answer, ""
-            why = answer.ok["waiting"] if answer is not None else "the queue server does not answer"
+            if answer is not None:
+                why = answer.ok["waiting"]
+            elif self.connection.silent:
+                why = "the queue server does not answer"
             if time.monotonic() - since >= wait_s:
                 return None, why
             self._say(op, since, why)

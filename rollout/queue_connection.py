@@ -5,7 +5,8 @@
 
     ask      a request from any thread or event loop -> a Future; sent at once, sent again until it is answered
     beat     every second while anything is open: which leases are still worked on, which requests are still unanswered;
-             the server names those it does not know (lost on the way, or with a server that died), and they go again
+             the server names those it does not know (lost on the way, or with a server that died), and they go again;
+             a lease that it believes to be here and that is not named (its answer was lost or late) it gives to others
     silence  nothing heard for a while: a new socket, to the address that is published now
 
     waits for  replies, asks        unblocked by  the server, callers        produces  answers, leases kept alive
@@ -39,6 +40,7 @@ from rollout.wire import Buffer
 
 log = logging.getLogger(__name__)
 BEAT = 1.0  # seconds between heartbeats; three of them without an answer are silence
+BEATS_KEPT = 16  # heartbeats whose answers, however late, still say what to send again
 
 
 class Connection:
@@ -52,6 +54,7 @@ class Connection:
         self.scoring: set[int] = set()
         self.reconnects = self.resent = 0
         self._seq = 0
+        self._leases_asked = False  # from then on the server may believe that something is leased to us
         self._lock = threading.RLock()
         self._asked: deque[Pending] = deque()
         self._abandoned: deque[Pending] = deque()
@@ -59,12 +62,18 @@ class Connection:
         self._closing = False
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._context = zmq.Context()
-        self._heard = self._beaten = time.monotonic()
+        self._heard = self._answered = self._beaten = time.monotonic()
+        self._beats: dict[int, float] = {}  # heartbeat -> when it was sent; the latest few
         self._wheel = threading.Lock()  # whoever holds it may touch the socket and what is open
         self._attend = threading.Event()  # asyncio callers exist: the thread must not leave the socket
         self._connect()
         self._thread = threading.Thread(target=self._main, name=f"queue-client-{holder}", daemon=True)
         self._thread.start()
+
+    @property
+    def silent(self) -> bool:
+        """Whether the server has not been heard for as long as makes us look for it elsewhere."""
+        return time.monotonic() - self._answered > self.silence_s
 
     # ---- for callers, on any thread
 
@@ -74,6 +83,7 @@ class Connection:
             if self._closing:
                 raise QueueError(f"the queue client of {self.holder} is closed")
             self._seq += 1
+            self._leases_asked |= op in ("lease", "lease_scoring")
             frames = request_frames(op, self.client, self._seq, self.holder, args, blobs)
             pending = Pending(op, frames, Future(), self._seq)
             pending.future.set_running_or_notify_cancel()  # it cannot be cancelled, only abandoned
@@ -107,7 +117,7 @@ class Connection:
         return pending.future.result(0 if not self._closing else 1.0)
 
     def settle(self, pending: Pending, heard: bool) -> None:
-        """Say whether the answer reached the caller. If it did not, leases in it will be given back."""
+        """Say whether the answer reached the caller. If it did not, the next beat disowns the leases in it."""
         if not heard:
             with self._lock:
                 if not self._closing:
@@ -189,8 +199,8 @@ class Connection:
             self.reconnects += 1
             self._socket.close(linger=0)
             self._connect()
-            self._beat(now)
-        elif now - self._beaten > self.beat_s:
+            self._beaten = -math.inf
+        if (busy or self._leases_asked) and now - self._beaten > self.beat_s:
             self._beat(now)
 
     def _take_asked(self) -> None:
@@ -201,7 +211,7 @@ class Connection:
         while self._abandoned:
             pending = self._abandoned.popleft()
             if self._open.pop(pending.seq, None) is None and pending.future.exception() is None:
-                self._undo(pending.future.result().ok)  # the answer and the caller's patience ended together
+                self._disown(pending.future.result().ok)  # the answer and the caller's patience ended together
 
     def _send(self, pending: Pending) -> None:
         pending.sent = time.monotonic()
@@ -213,30 +223,27 @@ class Connection:
 
     def _beat(self, now: float) -> None:
         self._beaten = now
-        args = {
-            "leases": [[o, a] for o, a in self.leases.items()],
-            "scoring": sorted(self.scoring),
-            "outstanding": list(self._open),
-        }
-        with self._lock:
+        with self._lock:  # what is asked later has a higher number, and this beat says nothing about it
             self._seq += 1
             seq = self._seq
-        pending = Pending("beat", request_frames("beat", self.client, seq, self.holder, args, ()), Future(), seq, now)
-        self._push(pending.frames)
-        self._last_beat = pending
-
-    _last_beat: Pending | None = None
+            asks = [*self._open, *(p.seq for p in self._asked)]
+        args = {"leases": list(self.leases.items()), "scoring": list(self.scoring), "outstanding": asks}
+        self._push(request_frames("beat", self.client, seq, self.holder, args, ()))
+        self._beats[seq] = now
+        if len(self._beats) > BEATS_KEPT:
+            del self._beats[next(iter(self._beats))]
 
     def _hear(self, parts: Sequence[zmq.Frame]) -> None:
-        self._heard = time.monotonic()
+        self._heard = self._answered = time.monotonic()
         frames = [p.buffer if len(p) >= COPY_BELOW else p.bytes for p in parts]
         try:
             seq, epoch, answer, blobs = read_reply(frames)
         except WireError as error:
             log.error("%s got a reply it cannot read, and ignores it: %s", self.holder, error)
             return
-        if self._last_beat is not None and seq == self._last_beat.seq:
-            self._hear_beat(self._last_beat, answer)
+        sent = self._beats.pop(seq, None)
+        if sent is not None:
+            self._hear_beat(sent, answer)
             return
         pending = self._open.pop(seq, None)
         if pending is None:
@@ -256,33 +263,28 @@ class Connection:
         elif pending.op == "lease_scoring":
             self.scoring.update(ok.get("ordinals", ()))
 
-    def _hear_beat(self, beat: Pending, answer: dict[str, Any] | HeadraceError) -> None:
+    def _hear_beat(self, sent: float, answer: dict[str, Any] | HeadraceError) -> None:
         if isinstance(answer, HeadraceError):
             log.error("%s: the queue refuses the heartbeat: %s", self.holder, answer)
             return
         for seq in answer.get("unknown", ()):
             pending = self._open.get(seq)
-            if pending is not None and pending.sent < beat.sent:
+            if pending is not None and pending.sent < sent:
                 self.resent += 1
                 self._send(pending)
 
     def _hear_stray(self, answer: dict[str, Any] | HeadraceError) -> None:
-        """An answer nobody waits for: a duplicate, or too late. Leases in it that are not ours already go back."""
+        """An answer nobody waits for: a duplicate, or too late. Leases in it that are not ours must go to others."""
         if isinstance(answer, HeadraceError):
             return
-        self._give_back([[o, a] for o, a, _ in answer.get("leases", ()) if self.leases.get(o) != a])
+        leases, scoring = answer.get("leases", ()), answer.get("ordinals", ())
+        if any(self.leases.get(o) != a for o, a, _ in leases) or not self.scoring.issuperset(scoring):
+            self._beaten = -math.inf  # the next beat says so, and it is sent at once
 
-    def _undo(self, ok: dict[str, Any]) -> None:
+    def _disown(self, ok: dict[str, Any]) -> None:
         """Forget what `_settle` wrote down for a caller who never saw the answer."""
         self.scoring.difference_update(ok.get("ordinals", ()))
-        unused = [[o, a] for o, a, _ in ok.get("leases", ()) if self.leases.get(o) == a]
-        for ordinal, _ in unused:
-            del self.leases[ordinal]
-        self._give_back(unused)
-
-    def _give_back(self, leases: list[list[int]]) -> None:
-        if leases:
-            args = {"leases": leases, "reason": "the answer came too late", "failed": False}
-            with self._lock:
-                self._seq += 1
-                self._push(request_frames("give_back", self.client, self._seq, self.holder, args, ()))
+        for ordinal, attempt, _ in ok.get("leases", ()):
+            if self.leases.get(ordinal) == attempt:
+                del self.leases[ordinal]
+        self._beaten = -math.inf

@@ -144,7 +144,9 @@ class QueueCore:
         return Reply()
 
     def beat(self, r: Request, now: float) -> Reply:
-        self.ledger.renew(r.holder, read_leases(r), r.ints("scoring", 0, 1 << 62), now)
+        leases, scoring = read_leases(r), set(r.ints("scoring", 0, 1 << 62))
+        self.ledger.renew(r.holder, leases, scoring, now)
+        self.ledger.reconcile(r.client, r.seq, leases, scoring, set(r.ints("outstanding", 0, 1 << 62)))
         return Reply()
 
     def lease_scoring(self, r: Request, now: float) -> Reply | Waiting:

@@ -202,7 +202,7 @@ class QueueServer:
         answer = self.core.handle(request, now)
         if isinstance(answer, Reply):
             if request.op == "beat":
-                answer.ok["unknown"] = self._unknown(request)
+                answer.ok["unknown"] = self._compare(request, route)
             elif request.op == "stats":
                 answer.ok["stats"] |= {"waiting": self._who_waits(), "server": dict(self._counters)}
             self._parked.pop((request.client, request.seq), None)
@@ -212,9 +212,19 @@ class QueueServer:
         else:
             self._outbox.append((route, reply_frames(request.seq, self.epoch, {"waiting": answer.why})))
 
-    def _unknown(self, beat: Request) -> list[int]:
-        """Requests that a client waits for and that are not parked here: lost, or answered by a lost reply."""
-        return [s for s in beat.ints("outstanding", 0, 1 << 62) if (beat.client, s) not in self._parked]
+    def _compare(self, beat: Request, route: bytes) -> list[int]:
+        """Requests that a client waits for and that are not parked here: lost, or answered by a lost reply.
+
+        Those that are parked will be answered to where it is now; those it no longer waits for are forgotten.
+        """
+        asks = set(beat.ints("outstanding", 0, 1 << 62))
+        parked = {seq: p for (client, seq), p in self._parked.items() if client == beat.client}
+        for seq, request in parked.items():
+            if seq in asks:
+                request.route = route
+            elif seq < beat.seq:
+                del self._parked[beat.client, seq]
+        return [seq for seq in asks if seq not in parked]
 
     def _serve_parked(self, now: float, thorough: bool) -> None:
         """Those who wait, in the order they came, if anything has changed; and those whose wait is over.

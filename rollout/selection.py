@@ -64,6 +64,30 @@ def _too_late(step: int, in_order: Sequence[Entry], picked: Sequence[Entry], s: 
     return [e for e in urgent if e.state is not State.SCORED] or urgent
 
 
+def forgotten(
+    entries: Iterable[Entry],
+    client: str,
+    beat: int,
+    holds: Mapping[int, int],
+    scores: Collection[int],
+    asks: Collection[int],
+) -> list[Entry]:
+    """Entries leased to a client which, when it sent its heartbeat number `beat`, did not know so and never will.
+
+    It got them by a request made before that beat, which it no longer `asks` for, and it names them neither among the
+    leases it `holds` nor among those it `scores`: a request or an answer was doubled, late or lost on the way.
+    """
+
+    def unknown(e: Entry) -> bool:
+        generating = e.state is State.LEASED
+        name, _, seq = (e.key if generating else e.scoring_key if e.state is State.GENERATED else "").rpartition(":")
+        if name != client or int(seq) >= beat or int(seq) in asks:
+            return False
+        return holds.get(e.ordinal) != e.attempt if generating else e.ordinal not in scores
+
+    return [e for e in entries if unknown(e)]
+
+
 def _describe(entries: Iterable[Entry]) -> str:
     def one(e: Entry) -> str:
         who = e.holder if e.state is State.LEASED else e.scorer if e.state is State.GENERATED else ""

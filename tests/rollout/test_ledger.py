@@ -99,6 +99,23 @@ def test_heartbeats_keep_only_what_they_name() -> None:
     assert [ledger.entries[o].state for o in (0, 1)] == [State.LEASED, State.ISSUED]
 
 
+def test_heartbeats_end_the_leases_that_never_arrived() -> None:
+    """Request 3 got 0 and 1, request 5 got 2, request 9 got 3; the beat 8 names 0 and still waits for 5."""
+    ledger = fresh()
+    for seq, n in ((3, 2), (5, 1), (9, 1)):
+        lease(ledger, n, "a", f"c:{seq}")
+    ledger.reconcile("other", 8, {}, set(), set())
+    ledger.reconcile("c", 8, {0: 0}, set(), {5})
+    states = {o: e.state for o, e in ledger.entries.items()}
+    assert states == {0: State.LEASED, 1: State.ISSUED, 2: State.LEASED, 3: State.LEASED}
+    assert ledger.entries[1].failures == 0
+    for ordinal in (0, 2):
+        produce(ledger, ordinal, None)
+    assert ledger.lease_scoring(4, "a", "c:10", 0.0) == [0, 2]
+    ledger.reconcile("c", 12, {3: 0}, {0}, set())
+    assert ledger.lease_scoring(4, "b", "d:1", 0.0) == [2]
+
+
 def test_a_group_that_takes_for_ever_is_dropped_even_with_heartbeats() -> None:
     ledger = fresh()
     lease(ledger, 1)

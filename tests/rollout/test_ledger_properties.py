@@ -58,14 +58,14 @@ class Run:
         some, step = self.anywhere(), rng.randint(0, x.next_step)
         match rng.randrange(14):
             case 0 | 1:
-                x.lease(rng.randint(1, 4), rng.choice("ab"), f"k{rng.randrange(40)}", self.now)
+                x.lease(rng.randint(1, 4), rng.choice("ab"), f"c:{rng.randrange(40)}", self.now)
             case 2 | 3:
                 entry = x.entries.get(some)
                 version = min(x.live, entry.version + rng.randint(0, 1)) if entry else 0
                 attempt = entry.attempt - (rng.random() < 0.1) if entry else 0
                 x.submit(some, attempt, entry.holder if entry and rng.random() < 0.9 else "a", 3, version, self.now)
             case 4 | 5:
-                for o in x.lease_scoring(2, "s", f"s{rng.randrange(40)}", self.now):
+                for o in x.lease_scoring(2, "s", f"c:{rng.randrange(40)}", self.now):
                     x.score(o, self.verdicts(), self.now)
             case 6:
                 x.score(some, self.verdicts(), self.now)
@@ -94,6 +94,8 @@ class Run:
                 x.give_back({some: 0}, "a", "asked", failed=rng.random() < 0.5)
             case 3 if rng.random() < 0.2:
                 x.drain("asked")
+            case 4:
+                x.reconcile("c", rng.randrange(40), {some: 0}, {some}, {rng.randrange(40)})
             case _:
                 x.renew("a", {some: 0}, [some], self.now)
 

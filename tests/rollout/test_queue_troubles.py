@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from rollout.queue_client import Drained, QueueClient
+from rollout.queue_protocol import Request
 from rollout.queue_proxy import Proxy, Weather
 from rollout.queue_server import QueueServer, ServedClock
 from rollout.trained_log import TrainedLog
+from rollout.wire import Buffer
 from tests.rollout.queue_samples import GOOD, group, settings
 from tests.rollout.test_journal import BadDisk
 
@@ -55,7 +57,30 @@ def test_a_server_that_was_stopped_does_not_blame_its_clients(monkeypatch: pytes
     assert clock.advance() == 1.5
 
 
-@pytest.mark.alone
+def test_a_late_double_of_a_request_keeps_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leases a second time, for a client that has its answer already; the client's next heartbeat ends that."""
+    sent: dict[str, list[Buffer]] = {}
+    server = QueueServer(settings(), tmp_path / "journal")
+    with server, QueueClient(server.endpoint, "a", beat_s=0.1) as a, QueueClient(server.endpoint, "b") as b:
+        push = a.connection._push
+
+        def overhear(frames: list[Buffer]) -> None:
+            sent[Request(frames).op] = frames
+            push(frames)
+
+        monkeypatch.setattr(a.connection, "_push", overhear)
+        a.submit([group(x.ordinal, x.attempt) for x in a.lease(1, wait_s=5.0)])
+        a.score({g.ordinal: GOOD for g in a.lease_scoring(1, wait_s=5.0)})
+        b.submit([group(x.ordinal, x.attempt) for x in b.lease(1, wait_s=5.0)])
+        with a.connection._wheel:
+            for op in ("lease_scoring", "lease"):
+                push(sent[op])
+        while 2 not in server.core.ledger.entries or server.core.ledger.entries[2].state != "issued":
+            time.sleep(0.01)
+        assert [g.ordinal for g in b.lease_scoring(9, wait_s=20.0)] == [1]
+        assert b.stats()["conserved"] and a.connection.leases == {} and a.connection.scoring == set()
+
+
 def test_the_same_groups_are_trained_over_a_network_that_loses_doubles_and_reorders(tmp_path: Path) -> None:
     """20 % of all messages lost, 20 % doubled, 30 % late: every ordinal is trained once."""
     with QueueServer(settings(max_steps=8), tmp_path / "journal") as server:
