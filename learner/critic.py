@@ -1,6 +1,6 @@
 """PPO's value function: what the return of an answer is expected to be, before each of its tokens.
 
-    own      a second trunk with a linear head, its own AdamW (choices.critic_learning_rate): learner.engine.Zero
+    own      a second trunk with a linear head, its own AdamW (choices.critic_learning_rate): learner.zero.Zero
     shared   a linear head on the policy's trunk; its error is added to the policy's loss
 
 For a micro-batch it gives values [N] at the positions that predict the targets (the state before each token) and

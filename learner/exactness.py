@@ -1,6 +1,6 @@
 """Does the same batch give the same update, however it is cut? The claim of the learner that is easiest to get wrong.
 
-    python -m learner.exactness MODEL_DIR [--full] [--json]
+    python -m learner.exactness MODEL_DIR [--full] [--preset P ... | --every-preset] [--json]
 
 One global batch (ragged groups, tool tokens, NaNs where nothing may be read, a failed verdict) goes through
 
@@ -8,7 +8,7 @@ One global batch (ragged groups, tool tokens, NaNs where nothing may be read, a 
 
 and gradients (as AdamW saw them) and weights after two steps are compared with world 1, one padded micro-batch, no
 ZeRO. Without --full a spanning subset runs, in which checkpoints also cross from one cut to another. The ranks are
-real processes over gloo; each world runs its cases in turn.
+real processes over gloo (learner/exactness_rank.py); each world starts once and runs all its cases in turn.
 Adam's first steps have the size of the learning rate however small a gradient is, so where one is rounding noise the
 weight's last bits differ: the rate is 2e-4, and the comparison is in the norm of each tensor.
 """
@@ -19,7 +19,6 @@ import argparse
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -28,14 +27,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
-
+from learner.presets import PRESETS
 from rollout.errors import DeadlineError
-from rollout.types import Failed, Group, Scored, Status, Trajectory
-from rollout.versions import VersionSpan
 
-STEPS = 2
 TOLERANCE = 1e-5  # relative, in the norm of each tensor
+KINDS = ("gradient", "weights")
+WORLDS, ACCUMULATIONS, LAYOUTS, STAGES = (1, 2, 4), (1, 2, 4), ("shared", "packed", "padded"), (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +51,11 @@ class Case:
         cut = f"{self.preset}-w{self.world}-a{self.accumulation}-{self.layout}-z{self.zero_stage}"
         return f"{cut}-after-{self.loads}" if self.loads else cut
 
+    @property
+    def plain(self) -> Case:
+        """What this case is compared with."""
+        return Case(preset=self.preset)
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -63,6 +65,7 @@ class Difference:
     gradient: float
     weights: float
     worst: str
+    seconds: float
 
     @property
     def holds(self) -> bool:
@@ -71,63 +74,53 @@ class Difference:
 
 def full(preset: str) -> list[Case]:
     """Every combination."""
-    cuts = itertools.product((1, 2, 4), (1, 2, 4), ("shared", "packed", "padded"), (0, 1, 2, 3))
+    cuts = itertools.product(WORLDS, ACCUMULATIONS, LAYOUTS, STAGES)
     return [Case(world, accumulation, layout, stage, preset) for world, accumulation, layout, stage in cuts]
 
 
 def spanning(preset: str) -> list[Case]:
     """Every value of every axis, each ZeRO stage with 1 and 2 ranks, the far corner, and checkpoints across them."""
-    layouts, counts = ("shared", "packed", "padded"), (1, 2, 4)
-    pairs = enumerate(itertools.product((1, 2), (0, 1, 2, 3)))
-    cases = [Case(world, counts[i % 3], layouts[(i + i // 3) % 3], stage, preset) for i, (world, stage) in pairs]
+    pairs = enumerate(itertools.product((1, 2), STAGES))
+    cases = [Case(world, ACCUMULATIONS[i % 3], LAYOUTS[(i + i // 3) % 3], stage, preset) for i, (world, stage) in pairs]
     far = Case(4, 2, "shared", 3, preset)
     up = Case(2, 2, "shared", 3, preset, loads=Case(preset=preset).name)
     return [*cases, far, up, Case(4, 1, "packed", 1, preset, loads=cases[-1].name)]
 
 
 def compare(model_dir: Path, cases: Sequence[Case], timeout_s: float = 600.0) -> list[Difference]:
-    """Run the cases and their plain ones. Raises DeadlineError, or RuntimeError with a rank's last words."""
-    plain = {case.preset: Case(preset=case.preset) for case in cases}
-    wanted = sorted({*cases, *plain.values()}, key=lambda c: c.world)
+    """Run the cases, their plain ones first. Raises DeadlineError, or RuntimeError with a rank's last words."""
+    every = sorted({*cases, *(c.plain for c in cases)}, key=lambda c: (c.world, c != c.plain))
+    deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as folder:
-        for world, of_world in itertools.groupby(wanted, key=lambda c: c.world):
-            _run_world(model_dir, world, list(of_world), Path(folder), timeout_s)
-        return [_difference(Path(folder), case, plain[case.preset]) for case in cases]
+        for world in sorted({c.world for c in every}):
+            _run_world(model_dir, world, every, Path(folder), deadline)
+        lines = [x for path in Path(folder).glob("found-*.jsonl") for x in path.read_text().splitlines()]
+    found = {row.pop("name"): row for row in map(json.loads, lines)}
+    return [Difference(case, **found[case.name]) for case in cases]
 
 
-def _run_world(model_dir: Path, world: int, cases: Sequence[Case], folder: Path, timeout_s: float) -> None:
-    """One process per rank, all cases of this world in turn."""
-    order = json.dumps([asdict(c) for c in cases])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def _run_world(model_dir: Path, world: int, every: Sequence[Case], folder: Path, deadline: float) -> None:
+    """One process per rank, all cases of this world in turn. They meet in a file: no port, no name server."""
+    plan = folder / f"plan-{world}.json"
+    plan.write_text(
+        json.dumps({
+            "model_dir": str(model_dir), "world": world, "cases": [asdict(c) for c in every if c.world == world],
+            "wanted_checkpoints": sorted({c.loads for c in every}),
+        })
+    )  # fmt: skip
     ranks = []
     for rank in range(world):
-        environment = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank),
-        }  # fmt: skip
-        command = [
-            sys.executable,
-            "-m",
-            "learner.exactness",
-            str(model_dir),
-            "--rank-of",
-            str(folder),
-            "--cases",
-            order,
-        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
         log = open(folder / f"rank-{world}-{rank}.log", "wb")  # noqa: SIM115 - closed with the process below
+        command = [sys.executable, "-m", "learner.exactness_rank", str(plan), str(rank)]
         ranks.append((subprocess.Popen(command, env=environment, stdout=log, stderr=log), log))
-    deadline = time.monotonic() + timeout_s
     try:
         for rank, (process, _) in enumerate(ranks):
             code = process.wait(max(deadline - time.monotonic(), 0.1))
             if code:
-                words = (folder / f"rank-{world}-{rank}.log").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"rank {rank} of {world} ended with code {code}:\n{words}")
+                raise RuntimeError(f"rank {rank} of {world} ended with code {code}\n{_last_words(folder, world)}")
     except subprocess.TimeoutExpired as error:
-        raise DeadlineError(f"{world} ranks to finish {len(cases)} cases", timeout_s) from error
+        raise DeadlineError(f"{world} ranks to finish their cases", error.timeout) from error
     finally:
         for process, log in ranks:
             process.kill()
@@ -135,97 +128,24 @@ def _run_world(model_dir: Path, world: int, cases: Sequence[Case], folder: Path,
             log.close()
 
 
-def _difference(folder: Path, case: Case, plain: Case) -> Difference:
-    from safetensors.torch import load_file
-
-    got, want = load_file(folder / f"{case.name}.safetensors"), load_file(folder / f"{plain.name}.safetensors")
-    if case.loads:
-        want = {key: tensor for key, tensor in want.items() if key.startswith("weights/")}
-    if got.keys() != want.keys():
-        raise RuntimeError(f"{case.name} wrote other tensors than {plain.name}: {sorted(got.keys() ^ want.keys())}")
-    worst = {"gradient": (0.0, ""), "weights": (0.0, "")}
-    for key, tensor in want.items():
-        scale = float(tensor.norm())
-        distance = float((got[key] - tensor).norm()) / scale if scale else float(got[key].norm())
-        kind = key.partition("/")[0]
-        worst[kind] = max(worst[kind], (distance if distance == distance else float("inf"), key))
-    return Difference(case, worst["gradient"][0], worst["weights"][0], max(worst.values())[1])
-
-
-# ---- one rank -------------------------------------------------------------------------------------------------------
-
-
-def groups_of(seed: int, n_groups: int = 8, size: int = 4) -> list[Group]:
-    """Ragged groups of bytes; some answers begin with tool tokens whose log-probs are NaN, one verdict failed."""
-    rng = np.random.default_rng(seed)
-    made = []
-    for g in range(n_groups):
-        answers = []
-        for i in range(size):
-            n = int(rng.integers(2, 12))
-            mask, logprobs = np.ones(n, bool), rng.normal(-5.5, 0.5, n).astype(np.float32)
-            if n > 5 and i % 2:
-                mask[:2], logprobs[:2] = False, np.nan
-            reward = float(rng.integers(0, 3)) if i < 2 else float(i)
-            verdict = Failed("raised") if (g, i) == (1, 1) else Scored(reward, {"exact": reward})
-            tokens = rng.integers(0, 256, n).astype(np.int32)
-            status = Status.TRUNCATED if n > 9 else Status.FINISHED
-            answers.append(Trajectory(tokens, mask, logprobs, (VersionSpan(0, 0, n),), status, verdict))
-        prompt = rng.integers(0, 256, int(rng.integers(3, 20))).astype(np.int32)
-        made.append(Group(g, prompt, tuple(answers)))
-    return made
-
-
-def run_case(model_dir: Path, case: Case, folder: Path) -> None:
-    """Two steps on this rank's share; rank 0 writes what came out."""
-    from safetensors.torch import save_file
-    from torch import Tensor
-
-    from learner import presets
-    from learner.config import AlgorithmConfig, LearnerConfig
-    from learner.engine import LearnerEngine
-
-    overrides: dict[str, float] = (
-        {"length_constant": 12.0} if presets.PRESETS[case.preset].aggregation == "constant" else {}
-    )
-    algorithm = AlgorithmConfig.model_validate(
-        {"preset": case.preset, "learning_rate": 2e-4, "grad_clip": 0.5, "overrides": overrides}
-    )
-    config = LearnerConfig.model_validate(
-        {
-            "ranks": case.world, "zero_stage": case.zero_stage, "compute_dtype": "float32",
-            "packing": "padded" if case.layout == "padded" else "packed", "share_prompts": case.layout == "shared",
-            "accumulation": case.accumulation, "token_budget": 100_000,
-        }
-    )  # fmt: skip
-    engine = LearnerEngine(
-        model_dir,
-        presets.resolve(algorithm),
-        algorithm,
-        config,
-        serving_dtype="float32",
-        component_weights={"exact": 1.0},
-    )
-    kept: dict[str, Tensor] = {}
-    if case.loads:
-        engine.load_checkpoint(folder / f"{case.loads}.checkpoint")
-    for step in range(engine.version, STEPS):
-        groups = groups_of(step)
-        engine.train_step([g for i, g in enumerate(groups) if i % case.world == engine.world.rank], step)
-        if step == 0:  # after the first step the first moment is (1 - beta) times the clipped gradient
-            kept |= {f"gradient/{n}": engine.zero.read(p, "exp_avg").clone() for n, p in engine.zero.trained()}
-        if step == 0:
-            engine.save_checkpoint(folder / f"{case.name}.checkpoint")
-    kept |= {f"weights/{name}": tensor.clone().contiguous() for name, tensor in engine.state_tensors()}
-    if engine.world.rank == 0:
-        save_file(kept, folder / f"{case.name}.safetensors")
+def _last_words(folder: Path, world: int) -> str:
+    """Of every rank: the one that ended first is often not the one that failed."""
+    logs = sorted(folder.glob(f"rank-{world}-*.log"))
+    return "\n".join(f"--- {log.stem}\n{log.read_text(errors='replace')[-2000:]}" for log in logs)
 
 
 def _table(differences: Iterable[Difference]) -> str:
-    rows = [f"{'case':44} {'gradient':>10} {'weights':>10}"]
+    rows = [f"{'case':60} {'gradient':>10} {'weights':>10} {'seconds':>8}"]
     for d in differences:
-        rows.append(f"{d.case.name:44} {d.gradient:10.1e} {d.weights:10.1e} {'' if d.holds else '  <- ' + d.worst}")
+        verdict = "" if d.holds else "  <- " + d.worst
+        rows.append(f"{d.case.name:60} {d.gradient:10.1e} {d.weights:10.1e} {d.seconds:8.2f} {verdict}")
     return "\n".join(rows)
+
+
+def _summary(differences: Sequence[Difference]) -> str:
+    held, worst = sum(d.holds for d in differences), {k: max(getattr(d, k) for d in differences) for k in KINDS}
+    figures = ", ".join(f"{kind} {value:.1e}" for kind, value in worst.items())
+    return f"{held} of {len(differences)} cases within {TOLERANCE:g}; worst: {figures}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -233,21 +153,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--full", action="store_true", help="the whole matrix instead of a spanning subset")
     parser.add_argument("--preset", action="append", help="default: dapo; may be given several times")
+    parser.add_argument("--every-preset", action="store_true")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--cases", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.rank_of:
-        for raw in json.loads(options.cases):
-            run_case(options.model_dir, Case(**raw), options.rank_of)
-        return 0
-    presets = options.preset or ["dapo"]
+    presets = list(PRESETS) if options.every_preset else options.preset or ["dapo"]
     cases = [case for preset in presets for case in (full(preset) if options.full else spanning(preset))]
     differences = compare(options.model_dir, cases, timeout_s=600.0 + 10.0 * len(cases))
     if options.json:
         print(json.dumps([asdict(d) | {"holds": d.holds} for d in differences]))
     else:
-        print(_table(differences))
+        print(_table(differences), _summary(differences), sep="\n")
     return 0 if all(d.holds for d in differences) else 1
 
 

@@ -35,7 +35,7 @@ class Stepped:
 
 
 class Trainable(Protocol):
-    """A module with its optimizer (learner.engine.Zero)."""
+    """A module with its optimizer (learner.zero.Zero)."""
 
     def forward(self, *args: Any) -> Any: ...
     def backward(self, loss: Tensor, last: bool) -> None: ...

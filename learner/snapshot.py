@@ -24,7 +24,8 @@ from learner.policy import Inputs
 from learner.reference import Copy
 
 if TYPE_CHECKING:
-    from learner.engine import LearnerEngine, Zero
+    from learner.engine import LearnerEngine
+    from learner.zero import Zero
 
 
 def save(learner: LearnerEngine, path: Path) -> None:

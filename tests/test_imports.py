@@ -28,7 +28,7 @@ DOORS = {
     "msgpack": ["rollout/wire*.py"],
     "zmq": ["rollout/queue_*.py", "benchmarks/*.py"],
     "vllm": ["rollout/vllm_*.py", "benchmarks/*.py"],
-    "deepspeed": ["learner/engine.py"],
+    "deepspeed": ["learner/zero.py"],
     "ray": ["actors/*_actor.py", "launch/cluster.py", "benchmarks/*.py"],
     "prometheus_client": ["rollout/metrics.py"],
 }

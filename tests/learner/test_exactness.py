@@ -1,6 +1,6 @@
 """Proves that an update does not depend on how its batch is cut: ranks, micro-batches, layout, ZeRO stage.
 
-Real processes over gloo. The spanning subset runs here; the whole matrix, and every preset, in the soak.
+Real processes over gloo. The spanning subset runs here; the whole matrix, for every preset, in the soak.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import pytest
 from learner import exactness, presets
 from learner.exactness import Case
 
-ONLINE = sorted(name for name, c in presets.PRESETS.items() if c.objective == "policy")
-
 
 @pytest.mark.timeout(600)
 def test_the_spanning_subset_agrees(tiny_model: Path) -> None:
@@ -21,6 +19,9 @@ def test_the_spanning_subset_agrees(tiny_model: Path) -> None:
     for axis in ("world", "accumulation", "layout", "zero_stage"):
         assert {getattr(c, axis) for c in cases} == {getattr(c, axis) for c in exactness.full("dapo")}
     assert {(c.world, c.loads[5:7]) for c in cases if c.loads} == {(2, "w1"), (4, "w2")}  # checkpoints that cross
+    # a critic with a bias of one element, which two ranks cannot share, and a checkpoint of it; pairs
+    cases += [c for c in exactness.spanning("ppo") if c.world == 2 and c.zero_stage == 3]
+    cases += [Case(2, 1, "shared", 2, "dpo")]
     assert not [d for d in exactness.compare(tiny_model, cases, timeout_s=500) if not d.holds]
 
 
@@ -33,15 +34,9 @@ def test_the_comparison_sees_the_last_bits(tiny_model: Path, monkeypatch: pytest
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(3600)
-def test_the_whole_matrix_agrees(tiny_model: Path) -> None:
-    cases = exactness.full("dapo")
-    assert len(cases) == 108
-    assert not [d for d in exactness.compare(tiny_model, cases, timeout_s=3000) if not d.holds]
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("preset", ONLINE)
-def test_every_preset_agrees(tiny_model: Path, preset: str) -> None:
-    assert not [d for d in exactness.compare(tiny_model, exactness.spanning(preset), timeout_s=3000) if not d.holds]
+@pytest.mark.timeout(7200)
+def test_the_whole_matrix_agrees_for_every_preset(tiny_model: Path) -> None:
+    cases = [case for preset in presets.PRESETS for case in (*exactness.full(preset), *exactness.spanning(preset))]
+    assert len({c for c in cases if c.preset == "dapo" and not c.loads}) == 108
+    differences = exactness.compare(tiny_model, list(dict.fromkeys(cases)), timeout_s=7000)
+    assert not [d for d in differences if not d.holds]
