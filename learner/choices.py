@@ -128,10 +128,10 @@ class Choices(Section):
         """A value function is read and trained."""
         return self.advantage == "gae"
 
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """Proximal log-probs must exist before the first backward (else, one update per batch, they equal logp)."""
-        return self.m2po_tau is not None or (self.kl_coef > 0 and self.kl_in == "reward")
+    def needs_old_logprobs(self, updates: int) -> bool:
+        """Proximal log-probs must exist before the first backward; in a step's only update they equal its own."""
+        before = self.m2po_tau is not None or (self.kl_coef > 0 and self.kl_in == "reward")
+        return before or (updates > 1 and self.proximal == "exact")
 
     @property
     def needs_entropy(self) -> bool:

@@ -27,10 +27,17 @@ class AlgorithmConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = Field(
         "constant", description="the rate after warm-up, to the last step"
     )
+    mini_batches: int = Field(1, ge=1, description="optimizer updates that share out the groups of a step (PPO)")
+    epochs: int = Field(1, ge=1, description="times that a step goes through its groups, shuffled anew each time")
     overrides: dict[str, float | int | str | bool | None] = Field(
         default_factory=dict,
         description="single choices of the preset to change, e.g. {clip_high: 0.28, kl_coef: 0.001}",
     )
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates per step, and so per version."""
+        return self.mini_batches * self.epochs
 
 
 class LearnerConfig(Section):

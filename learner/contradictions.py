@@ -17,6 +17,7 @@ from learner.choices import (
     TOKEN_CORRECTIONS,
     Choices,
 )
+from learner.config import AlgorithmConfig
 from rollout.errors import ConfigError
 
 Rule = tuple[bool, str]
@@ -38,20 +39,21 @@ class Setting:
     negative_rewards: bool = False  # some weighted sum of the reward components can be below 0
 
 
-def refuse_contradictions(c: Choices, s: Setting) -> None:
+def refuse_contradictions(c: Choices, s: Setting, config: AlgorithmConfig) -> None:
     """Raise ConfigError for the first pair of choices that cannot both be meant."""
-    for wrong, why in _contradictions(c, s):
+    for wrong, why in _contradictions(c, s, config):
         if wrong:
             raise ConfigError(f"algorithm ({c.preset}): {why}")
 
 
-def _contradictions(c: Choices, s: Setting) -> Iterator[Rule]:
+def _contradictions(c: Choices, s: Setting, config: AlgorithmConfig) -> Iterator[Rule]:
     yield from _loss_rules(c)
     yield from _correction_rules(c)
     yield from _maxrl_rules(c, s)
     yield from _regulariser_rules(c)
     yield from _setting_rules(c, s)
     yield from _preference_rules(c)
+    yield from _update_rules(c, config)
 
 
 def _loss_rules(c: Choices) -> list[Rule]:
@@ -202,5 +204,20 @@ def _preference_rules(c: Choices) -> list[Rule]:
             c.objective == "preference" and c.preference_loss not in ("cdpo", "robust") and c.label_smoothing > 0,
             f"label_smoothing {c.label_smoothing} has no effect on preference_loss {c.preference_loss!r}; use 'cdpo' "
             "or 'robust'",
+        ),
+    ]
+
+
+def _update_rules(c: Choices, config: AlgorithmConfig) -> list[Rule]:
+    return [
+        (
+            config.mini_batches > config.groups_per_step,
+            f"algorithm.mini_batches {config.mini_batches} is above algorithm.groups_per_step "
+            f"{config.groups_per_step}, and a group is never divided; lower it",
+        ),
+        (
+            c.objective == "preference" and config.updates > 1,
+            f"algorithm.mini_batches {config.mini_batches} and algorithm.epochs {config.epochs} repeat policy updates; "
+            "a preference objective makes one update of a step's pairs: set both to 1",
         ),
     ]

@@ -1,6 +1,6 @@
 """Does the same batch give the same update, however it is cut? The claim of the learner that is easiest to get wrong.
 
-    python -m learner.exactness MODEL_DIR [--full] [--preset P ... | --every-preset] [--json]
+    python -m learner.exactness MODEL_DIR [--full] [--preset P ... | --every-preset] [--updates M E] [--json]
 
 One global batch (ragged groups, tool tokens, NaNs where nothing may be read, a failed verdict) goes through
 
@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from learner.presets import PRESETS
@@ -44,17 +44,24 @@ class Case:
     layout: str = "padded"
     zero_stage: int = 0
     preset: str = "dapo"
+    mini_batches: int = 1
+    epochs: int = 1
     loads: str = ""  # the name of a case, of no more ranks, whose checkpoint after the first step this one goes on from
 
     @property
     def name(self) -> str:
-        cut = f"{self.preset}-w{self.world}-a{self.accumulation}-{self.layout}-z{self.zero_stage}"
+        cut = f"{self.label}-w{self.world}-a{self.accumulation}-{self.layout}-z{self.zero_stage}"
         return f"{cut}-after-{self.loads}" if self.loads else cut
+
+    @property
+    def label(self) -> str:
+        """What is learned, without how it is cut."""
+        return self.preset + (f"-{self.epochs}x{self.mini_batches}" if self.epochs * self.mini_batches > 1 else "")
 
     @property
     def plain(self) -> Case:
         """What this case is compared with."""
-        return Case(preset=self.preset)
+        return Case(preset=self.preset, mini_batches=self.mini_batches, epochs=self.epochs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +161,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="the whole matrix instead of a spanning subset")
     parser.add_argument("--preset", action="append", help="default: dapo; may be given several times")
     parser.add_argument("--every-preset", action="store_true")
+    parser.add_argument("--updates", type=int, nargs=2, metavar=("MINI_BATCHES", "EPOCHS"), default=(1, 1))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     presets = list(PRESETS) if options.every_preset else options.preset or ["dapo"]
     cases = [case for preset in presets for case in (full(preset) if options.full else spanning(preset))]
+    if options.updates != (1, 1):
+        mini_batches, epochs = options.updates
+        cases = [replace(c, mini_batches=mini_batches, epochs=epochs) for c in cases if not c.loads]
     differences = compare(options.model_dir, cases, timeout_s=600.0 + 10.0 * len(cases))
     if options.json:
         print(json.dumps([asdict(d) | {"holds": d.holds} for d in differences]))

@@ -2,7 +2,7 @@
 
     python -m learner.exactness_rank PLAN.json RANK
 
-The folder of the plan holds what ranks and worlds leave each other: plain-<preset>.safetensors (gradients and weights
+The folder of the plan holds what ranks and worlds leave each other: plain-<label>.safetensors (gradients and weights
 of the plain case), <case>.checkpoint where a later case goes on from it, and found-<world>.jsonl, one line per case.
 """
 
@@ -61,6 +61,7 @@ def engine_of(model_dir: Path, case: Case) -> LearnerEngine:
     algorithm = AlgorithmConfig.model_validate(
         {
             "preset": case.preset, "learning_rate": 2e-4, "grad_clip": 0.5,
+            "mini_batches": case.mini_batches, "epochs": case.epochs,
             "overrides": {"length_constant": 12.0} if constant else {},
         }
     )  # fmt: skip
@@ -126,7 +127,7 @@ def main(plan_path: Path, rank: int) -> None:
             started = time.monotonic()
             got = run_case(Path(plan["model_dir"]), case, folder, case.name in wanted)
             if rank == 0:
-                plain = folder / f"plain-{case.preset}.safetensors"
+                plain = folder / f"plain-{case.label}.safetensors"
                 if case == case.plain:
                     save_file(got, plain)
                 row = difference(got, load_file(plain), bool(case.loads))

@@ -1,6 +1,7 @@
 """What has to be known of the policy before the step, on the flat axis of T answer tokens; nothing if nothing asks.
 
-    old         KL in the reward, M2PO's choice of tokens     one pass of the policy without gradient
+    old         KL in the reward, M2PO's choice of tokens,    one pass of the policy without gradient
+                several updates in the step
     reference   any KL to a reference                          one pass of the reference
     values      a critic, with `bootstrap` for truncated answers
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from learner.choices import Choices
-from learner.config import LearnerConfig
+from learner.config import AlgorithmConfig, LearnerConfig
 from learner.packing import Layout, MicroBatch
 from learner.policy import Inputs, PolicyOutput
 from learner.reference import Reference
@@ -45,6 +46,7 @@ class Updater(Protocol):
     """What the walk needs of an engine."""
 
     choices: Choices
+    algorithm: AlgorithmConfig
     config: LearnerConfig
     layout: Layout
     world: World
@@ -80,7 +82,7 @@ class Known:
 def look(updater: Updater, share: Share, batches: Sequence[MicroBatch]) -> Known:
     """Collective: every rank runs the same passes over as many micro-batches."""
     c = updater.choices
-    wants_old = c.m2po_tau is not None or (c.kl_in == "reward" and c.kl_coef > 0)
+    wants_old = c.needs_old_logprobs(updater.algorithm.updates)
     wants_values = c.needs_critic
     if not (wants_old or wants_values or updater.reference is not None):
         return Known()

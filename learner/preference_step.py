@@ -141,7 +141,7 @@ def _micro_batches(owner: Updater | Scorer, share: PairShare) -> list[MicroBatch
     """Packed, and as many on every rank: collectives inside forward and backward must meet."""
     budget = owner.config.token_budget
     batches = pack(share.answers, token_budget=budget, layout=owner.layout)
-    most = owner.world.most(len(batches))
+    most = owner.world.most(max(len(batches), owner.config.accumulation))
     same = len(batches) == most
     return batches if same else pack(share.answers, token_budget=budget, layout=owner.layout, at_least=most)
 

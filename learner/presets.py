@@ -114,7 +114,7 @@ def resolve(config: AlgorithmConfig, setting: Setting | None = None) -> Choices:
         first = error.errors()[0]
         key = ".".join(str(p) for p in first["loc"])
         raise ConfigError(f"algorithm.overrides.{key}: {first['msg']} (got {first['input']!r})") from error
-    refuse_contradictions(choices, setting or Setting())
+    refuse_contradictions(choices, setting or Setting(), config)
     return choices
 
 

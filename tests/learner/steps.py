@@ -18,9 +18,16 @@ STAGES = [(0, "float32")] + [(stage, dtype) for stage in (1, 2, 3) for dtype in 
 
 
 def engine(
-    model: Path, preset: str = "dapo", overrides: dict[str, object] | None = None, **learner: object
+    model: Path,
+    preset: str = "dapo",
+    overrides: dict[str, object] | None = None,
+    mini_batches: int = 1,
+    epochs: int = 1,
+    rate: float = 1e-3,
+    **learner: object,
 ) -> LearnerEngine:
-    algorithm = AlgorithmConfig.model_validate({"preset": preset, "learning_rate": 1e-3, "overrides": overrides or {}})
+    update = {"learning_rate": rate, "mini_batches": mini_batches, "epochs": epochs}
+    algorithm = AlgorithmConfig.model_validate({"preset": preset, "overrides": overrides or {}} | update)
     config = LearnerConfig.model_validate({"compute_dtype": "float32"} | learner)
     choices = presets.resolve(algorithm)
     return LearnerEngine(model, choices, algorithm, config, serving_dtype="float32", component_weights={"exact": 1.0})

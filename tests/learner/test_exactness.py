@@ -5,6 +5,7 @@ Real processes over gloo. The spanning subset runs here; the whole matrix, for e
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_the_spanning_subset_agrees(tiny_model: Path) -> None:
     assert {(c.world, c.loads[5:7]) for c in cases if c.loads} == {(2, "w1"), (4, "w2")}  # checkpoints that cross
     # a critic with a bias of one element, which two ranks cannot share, and a checkpoint of it; pairs
     cases += [c for c in exactness.spanning("ppo") if c.world == 2 and c.zero_stage == 3]
-    cases += [Case(2, 1, "shared", 2, "dpo")]
+    cases += [Case(2, 1, "shared", 2, "dpo"), Case(2, 2, "shared", 1, "ppo", mini_batches=2, epochs=2)]
     assert not [d for d in exactness.compare(tiny_model, cases, timeout_s=500) if not d.holds]
 
 
@@ -37,6 +38,7 @@ def test_the_comparison_sees_the_last_bits(tiny_model: Path, monkeypatch: pytest
 @pytest.mark.timeout(7200)
 def test_the_whole_matrix_agrees_for_every_preset(tiny_model: Path) -> None:
     cases = [case for preset in presets.PRESETS for case in (*exactness.full(preset), *exactness.spanning(preset))]
-    assert len({c for c in cases if c.preset == "dapo" and not c.loads}) == 108
+    cases += [replace(c, mini_batches=2, epochs=2) for p in ("ppo", "dapo") for c in exactness.full(p)]
+    assert len({c for c in cases if c.preset == "gspo" and not c.loads}) == 108
     differences = exactness.compare(tiny_model, list(dict.fromkeys(cases)), timeout_s=7000)
     assert not [d for d in differences if not d.holds]

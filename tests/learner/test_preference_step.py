@@ -14,7 +14,7 @@ from torch import Tensor
 
 from learner import preference_step
 from learner.choices import Choices
-from learner.config import LearnerConfig
+from learner.config import AlgorithmConfig, LearnerConfig
 from learner.critic import CriticModule
 from learner.look import Stepped
 from learner.policy import Inputs, PolicyOutput, layout_of, load_policy
@@ -37,6 +37,7 @@ class Plain:
 
     def __init__(self, model_dir: Path, scorer: bool = False, rate: float = 3e-3, **config: Any) -> None:
         self.choices = Choices(preset="dpo", objective="preference", preference_beta=0.3)
+        self.algorithm = AlgorithmConfig(preset="dpo")
         self.config = LearnerConfig.model_validate({"compute_dtype": "float32", **config})
         self.layout, self.world = layout_of(self.config), World(0, 1, CPU)
         torch.manual_seed(0)

@@ -63,7 +63,8 @@ def test_overrides_change_one_choice_and_the_generation_budget_fills_dr_grpos_co
 def test_needs() -> None:
     assert PRESETS["grpo"].needs_reference and not PRESETS["dapo"].needs_reference
     assert PRESETS["ppo"].needs_critic and not PRESETS["grpo"].needs_critic
-    assert PRESETS["m2po"].needs_old_logprobs and not PRESETS["dapo"].needs_old_logprobs
+    assert PRESETS["m2po"].needs_old_logprobs(1) and not PRESETS["dapo"].needs_old_logprobs(1)
+    assert PRESETS["dapo"].needs_old_logprobs(2) and not PRESETS["a3po"].needs_old_logprobs(2)
     assert PRESETS["dpo"].needs_reference
 
 
@@ -115,6 +116,14 @@ def test_contradictions_are_refused_with_the_reason(
     with pytest.raises(ConfigError) as refused:
         choose(preset, overrides, **setting)
     assert reason in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_repeated_updates_are_refused_where_they_cannot_be_meant() -> None:
+    with pytest.raises(ConfigError, match="a group is never divided"):
+        resolve(AlgorithmConfig(mini_batches=9))
+    with pytest.raises(ConfigError, match="one update of a step's pairs"):
+        resolve(AlgorithmConfig(preset="dpo", epochs=2))
+    resolve(AlgorithmConfig(preset="ppo", mini_batches=4, epochs=4))
 
 
 @pytest.mark.parametrize(
