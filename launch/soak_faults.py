@@ -1,8 +1,9 @@
-"""What the soak does to the queue: power cuts, torn records, and protections switched off one at a time.
+"""What the soak does to the queue: torn records, and protections switched off one at a time (soak_power.py cuts power).
 
 A soak that cannot fail proves nothing. `SABOTAGE` names the protections; each can be taken away, and the soak notices:
 
     fsync        answers go out before the disk has anything: a power cut loses acknowledged groups
+    placed       the same for the arrays that clients have written into the journal's folder themselves
     idempotency  a request that arrives twice has its effect twice: ordinals are trained twice
     leases       leases never expire: what a dead worker held is never generated, and the run does not end
     crc          records are believed unread: a half-written group is trained on
@@ -12,52 +13,18 @@ from __future__ import annotations
 
 import os
 import random
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
+from launch.soak_power import HastyDisk, LyingDisk, PowerCutDisk
 from rollout import journal_segments
 from rollout.journal_disk import Disk
 from rollout.journal_segments import HEAD, MAGIC, Tail, scan, segment_numbers, segment_path
 from rollout.ledger import Ledger
 from rollout.ledger_facts import Leased
 from rollout.queue_core import QueueCore
-from rollout.wire import Buffer, pack, unpack
+from rollout.wire import encode_group, frame_bytes, pack, unpack
 
-SABOTAGE = ("fsync", "idempotency", "leases", "crc")
-
-
-class PowerCutDisk(Disk):
-    """Holds writes back until `sync`: a SIGKILL then does what a power cut does to a real disk."""
-
-    def __init__(self) -> None:
-        self.held: dict[int, list[tuple[float, int, bytes]]] = {}
-
-    def write(self, fd: int, pieces: Sequence[Buffer], offset: int) -> int:
-        data = b"".join(pieces)
-        self.held.setdefault(fd, []).append((time.monotonic(), offset, data))
-        return offset + len(data)
-
-    def sync(self, fd: int) -> None:
-        for _, offset, data in self.held.pop(fd, []):
-            os.pwrite(fd, data, offset)
-
-    def close(self, fd: int) -> None:
-        self.sync(fd)
-        super().close(fd)
-
-
-class LyingDisk(PowerCutDisk):
-    """Says that it has synced, and does so a while later."""
-
-    def sync(self, fd: int) -> None:
-        held = self.held.get(fd, [])
-        while held and time.monotonic() - held[0][0] > 0.3:
-            _, offset, data = held.pop(0)
-            os.pwrite(fd, data, offset)
-
-    def close(self, fd: int) -> None:
-        Disk.close(self, fd)
+SABOTAGE = ("fsync", "placed", "idempotency", "leases", "crc")
 
 
 class ForgetfulLedger(Ledger):
@@ -77,13 +44,18 @@ class PatientLedger(Ledger):
     def expire(self, now: float) -> None: ...
 
 
+def disk(sabotage: str, durable: Path) -> Disk:
+    """What the server writes to."""
+    return {"fsync": LyingDisk, "placed": HastyDisk}.get(sabotage, PowerCutDisk)(durable)
+
+
 def core_type(sabotage: str) -> type[QueueCore]:
     """The server's core with one protection taken away."""
     ledger: type[Ledger] = {"idempotency": ForgetfulLedger, "leases": PatientLedger}.get(sabotage, Ledger)
 
     class Core(QueueCore):
         ledger_type = ledger
-        place_from = QueueCore.place_from if sabotage else random.choice((0, QueueCore.place_from))
+        place_from = random.choice((0, QueueCore.place_from))  # small groups are placed too, or sent
 
     return Core
 
@@ -131,8 +103,8 @@ def _leased(folder: Path, number: int) -> list[tuple[int, int]]:
 def _half_written_group(ordinal: int, attempt: int) -> bytes:
     """The record of a group whose pages never reached the disk: lengths right, body zero, checksum never written."""
     from launch.soak_roles import expected_group
-    from rollout.wire import encode_group, frame_bytes
 
-    header, frames = encode_group(expected_group(ordinal, attempt, 1))
-    meta = pack(["group", ["Generated", ordinal, attempt, 16, 1], header])
+    group = expected_group(ordinal, attempt, 1)
+    header, frames = encode_group(group)
+    meta = pack(["group", ["Generated", ordinal, attempt, group.n_tokens, 1], header])
     return HEAD.pack(MAGIC, 0, len(meta), frame_bytes(frames)) + meta + bytes(frame_bytes(frames))

@@ -4,7 +4,9 @@ For each seed a small run with real processes. The conductor kills (SIGKILL) and
 server and the network included, leaves torn records in the journal, and starts again what died. A learner restarts
 from its checkpoint. When the learner is done, the auditor reads the journal and the learner's log.
 
-    {"seeds": 200, "kills": 3120, "groups": 9600, "lost": 0, "duplicated": 0, ...}      exit 1 unless all is well
+Now and then the power fails: all die at once, and what nobody has synced is gone.
+
+    {"seeds": 200, "kills": 3120, "cuts": 190, "groups": 9600, "lost": 0, "duplicated": 0, ...}   exit 1 unless it is so
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.soak_faults import SABOTAGE, believe_everything, tear
+from launch.soak_power import cut_power
 from launch.soak_roles import BAD_WEATHER, BEAT_S, DOUBLE_WEATHER, Plan, role
 from rollout import journal_segments
 from rollout.audit import audit
@@ -36,15 +39,18 @@ from rollout.queue_proxy import Weather
 ROLES = ("server", "network", "producer-0", "producer-1", "scorer-0", "learner")
 AIMS = {  # whom to attack most, so that a missing protection shows soon
     "fsync": ("server",) * 4,
+    "placed": ("server",) * 2,
     "crc": ("server",) * 6,
     "leases": ("producer-0", "producer-1") * 3,
     "idempotency": (),
 }
-FAULTS = ("kills", "stops", "torn")
+CUTS = {"fsync": 0.3, "placed": 0.4}  # share of attacks that are power cuts; 0.05 where nobody aims
+FAULTS = ("kills", "stops", "torn", "cuts", "bytes_taken_back")
 WRONGS = (
     "lost",
     "duplicated",
     "corrupt",
+    "damaged",
     "replayed_differently",
     "too_stale",
     "not_conserved",
@@ -59,6 +65,7 @@ class Seed:
     def __init__(self, folder: Path, seed: int, sabotage: str, aim: str, steps: int, deadline_s: float) -> None:
         self.rng = random.Random(seed)
         self.targets = (*ROLES, "server", "learner", *AIMS.get(aim, ()))
+        self.cut_share = CUTS.get(aim, 0.05)
         self.torn_share, self.tear_below = (1.0, 0.5) if aim == "crc" else (0.5, 1.0)
         weather = DOUBLE_WEATHER if aim == "idempotency" else BAD_WEATHER if seed % 3 else Weather()
         settings = LedgerSettings(
@@ -73,6 +80,7 @@ class Seed:
         self.context.set_forkserver_preload(["launch.soak_roles"])
         self.faults = dict.fromkeys(FAULTS, 0)
         self.unbalanced = self.looks = 0
+        self.payload_files: set[str] = set()  # seen so far: clients have placed groups there
 
     def run(self) -> dict[str, int]:
         """Attack until the learner is done, or the time is over."""
@@ -96,6 +104,7 @@ class Seed:
 
     def _look(self, watcher: QueueClient) -> None:
         """Conservation, asked of the server itself, at whatever moment this is."""
+        self.payload_files.update(p.name for p in self.plan.path("journal").glob("*.payload"))
         try:
             stats = watcher.stats()
         except (DeadlineError, HeadraceError):
@@ -105,6 +114,9 @@ class Seed:
 
     def _attack(self) -> None:
         time.sleep(self.rng.random() * 0.25)
+        if self.rng.random() < self.cut_share:
+            self._cut_power()
+            return
         name = self.rng.choice(self.targets)
         process = self.processes[name]
         if not process.is_alive():
@@ -124,9 +136,19 @@ class Seed:
             self.faults["torn"] += 1
             tear(self.plan.path("journal"), self.rng.random() * self.tear_below)
 
+    def _cut_power(self) -> None:
+        self.faults["cuts"] += 1
+        self._end_all()
+        if self.plan.path("durable").exists():
+            self.faults["bytes_taken_back"] += cut_power(self.plan.path("journal"), self.plan.path("durable"), self.rng)
+        self._keep_alive()
+        time.sleep(self.rng.random())  # a machine that loses power while it boots proves little
+
     def _end_all(self) -> None:
+        """All at the same moment, as far as a signal can."""
         for process in self.processes.values():
             process.kill()
+        for process in self.processes.values():
             process.join()
 
     def _result(self) -> dict[str, int]:
@@ -137,6 +159,7 @@ class Seed:
             "lost": len(report.lost) + (report.in_flight if not finished else 0),
             "duplicated": len(report.duplicated),
             "corrupt": len(set(corrupt.read_text().split())) if corrupt.exists() else 0,
+            "damaged": report.dropped.get("journal_damaged", 0),
             "replayed_differently": len(report.replayed_differently),
             "too_stale": int(report.max_staleness > self.plan.settings.bound),
             "not_conserved": self.unbalanced + (not report.conserved),
@@ -144,6 +167,7 @@ class Seed:
             "steps_missing": (self.plan.settings.max_steps or 0) - self.plan.number("done") if finished else 0,
         }
         rest = {"groups": report.issued, "trained": report.trained, "looks": self.looks}
+        rest["payload_files"] = len(self.payload_files)
         return {**self.faults, **rest, "dropped": sum(report.dropped.values()), **wrongs}
 
 
@@ -198,10 +222,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run")
     parser.add_argument("--sabotage", choices=SABOTAGE, default="", help="take one protection away: the soak must fail")
+    parser.add_argument("--aim", choices=SABOTAGE, default="", help="attack mostly where that protection stands")
     parser.add_argument("--keep", metavar="DIR", type=Path, help="keep the files of seeds that went wrong")
     options = parser.parse_args(argv)
     seeds = range(options.first, options.first + options.seeds)
-    total = soak_queue(seeds, options.sabotage, options.steps, keep=options.keep)
+    total = soak_queue(seeds, options.sabotage, options.steps, keep=options.keep, aim=options.aim)
     print(json.dumps(total))
     return int(bool(total["bad_seeds"]))
 

@@ -1,7 +1,7 @@
 """The processes of the queue soak: server, network, producers, scorer, learner. Each may be killed at any moment.
 
     folder/  journal/  server.sock  front.sock   served  (the live version)   checkpoint (a version)   trained.jsonl
-             corrupt (ordinals whose content was wrong)   done (the learner has finished)
+             durable/ (what a power cut leaves)   corrupt (ordinals whose content was wrong)   done (by the learner)
 
 What an ordinal must contain, what it scores and whether it has signal are pure functions of the ordinal, so every role
 can tell a right group from a wrong one.
@@ -18,9 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from launch.soak_faults import LyingDisk, PowerCutDisk, believe_everything, core_type
+from launch.soak_faults import believe_everything, core_type, disk
 from rollout.event_log import replace_file
-from rollout.journal_disk import Disk
 from rollout.ledger_states import LedgerSettings
 from rollout.queue_client import Drained, QueueClient
 from rollout.queue_proxy import Proxy, Weather
@@ -30,6 +29,8 @@ from rollout.types import Group, Scored, Status, Trajectory, Verdict
 from rollout.versions import VersionSpan
 
 BEAT_S = 0.1
+LARGE = 6_000  # tokens of an answer: two of them are over the 64 KiB from which groups are placed
+SEGMENTS = (20_000, 400_000)  # bytes: so small that segments roll and go all the time
 BAD_WEATHER = Weather(lost=0.02, doubled=0.05, delayed=0.1, delay_s=0.3)
 DOUBLE_WEATHER = Weather(lost=0.02, doubled=0.4, delayed=0.4, delay_s=0.8)
 
@@ -66,14 +67,15 @@ class Plan:
 
 
 def expected_group(ordinal: int, attempt: int, version: int) -> Group:
-    """Two answers of 8 tokens, made of the ordinal."""
-    tokens = np.arange(8, dtype=np.int32) + ordinal * 100
+    """Two answers made of the ordinal: of 8 tokens, or, every third time, of so many that the client places them."""
+    n = LARGE if ordinal % 3 == 2 else 8
+    tokens = np.arange(n, dtype=np.int32) + ordinal * 100
     answers = tuple(
         Trajectory(
             tokens + k,
-            np.ones(8, np.bool_),
-            np.full(8, -0.5, np.float32),
-            (VersionSpan(version, 0, 8),),
+            np.ones(n, np.bool_),
+            np.linspace(-1, -0.5, n, dtype=np.float32),
+            (VersionSpan(version, 0, n),),
             Status.FINISHED,
         )
         for k in range(2)
@@ -88,17 +90,20 @@ def expected_verdicts(ordinal: int) -> tuple[Verdict, ...]:
 
 def is_right(group: Group) -> bool:
     wanted = expected_group(group.ordinal, 0, 0)
-    pairs = zip(group.trajectories, wanted.trajectories, strict=True)
-    return all(np.array_equal(a.token_ids, b.token_ids) for a, b in pairs)
+    return all(
+        np.array_equal(a.token_ids, b.token_ids)
+        and np.array_equal(a.loss_mask, b.loss_mask)
+        and np.array_equal(a.behaviour_logprobs, b.behaviour_logprobs)
+        for a, b in zip(group.trajectories, wanted.trajectories, strict=True)
+    )
 
 
 def server(plan: Plan) -> None:
-    disk: Disk = LyingDisk() if plan.sabotage == "fsync" else PowerCutDisk()
     if plan.sabotage == "crc":
         believe_everything()
     made = QueueServer(
-        plan.settings, plan.path("journal"), plan.server, segment_bytes=20_000, disk=disk,
-        events_path=plan.path("events.jsonl"),
+        plan.settings, plan.path("journal"), plan.server, segment_bytes=random.choice(SEGMENTS),
+        disk=disk(plan.sabotage, plan.path("durable")), events_path=plan.path("events.jsonl"),
     )  # fmt: skip
     made.core_type = core_type(plan.sabotage)
     made.start()
