@@ -29,6 +29,7 @@ class QueueActor:
             bind=self.bind,
             durability=self.config.durability,
             max_bytes=self.config.max_bytes,
+            retain=self.config.retain,
             events_path=Path(self.task.run_dir) / "events.jsonl",
         )
         self.server.start()

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 
 from actors.config import ModelConfig, PromptsConfig, RewardConfig
 from launch.config_errors import first_problem
-from launch.contradictions import contradictions
+from launch.contradictions import BYTES_PER_TOKEN, contradictions
 from launch.yaml_reader import Source, read
 from learner.choices import Choices
 from learner.config import AlgorithmConfig, LearnerConfig
@@ -136,6 +136,18 @@ class RunConfig(Section):
         """Groups that one engine generates at the same time (a group needs a slot, so more than its share is idle)."""
         said = self.topology.rollout.groups_in_flight
         return min(said or self.slots, -(-self.slots // self.topology.rollout.replicas))
+
+    @property
+    def journal_bytes(self) -> int:
+        """The most that the journal takes on disk: groups not yet committed, and those that queue.retain keeps.
+
+        Every answer is taken for one of max_tokens; prompts and dropped groups are not counted.
+        """
+        retain, steps = self.topology.queue.retain, self.run.steps
+        uncommitted = self.slots + (self.checkpoint.every or steps) * self.algorithm.groups_per_step
+        retained = (steps if retain == "all" else retain) * self.algorithm.groups_per_step
+        groups = min(uncommitted + retained, self.groups_to_train + self.slots)
+        return groups * self.sampling.group_size * self.sampling.max_tokens * BYTES_PER_TOKEN
 
     @property
     def choices(self) -> Choices:

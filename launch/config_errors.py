@@ -38,7 +38,8 @@ def first_problem(error: ValidationError, source: Source, model: type[BaseModel]
     """The first problem in file order (misspelt keys before what they left missing), and how many more there are."""
     problems = [p for p in error.errors(include_url=False) if not _echo(p)]
     problems.sort(key=lambda p: _rank(p, source))
-    line = _sentence(problems[0], source, model)
+    here = _path(problems[0], source)
+    line = _sentence([p for p in problems if _path(p, source) == here], source, model)
     more = len({_path(p, source) for p in problems}) - 1
     return line if not more else f"{line} (and {more} more problem{'s' if more > 1 else ''})"
 
@@ -119,7 +120,9 @@ def _holds(at: Any, part: int | str) -> bool:
     return part in at if isinstance(at, dict) else isinstance(at, list) and isinstance(part, int) and part < len(at)
 
 
-def _sentence(problem: ErrorDetails, source: Source, model: type[BaseModel]) -> str:
+def _sentence(problems: list[ErrorDetails], source: Source, model: type[BaseModel]) -> str:
+    """The first one; where a value may be of several kinds and is of none, pydantic names one problem for each."""
+    problem = problems[0]
     path, kind = _path(problem, source), problem["type"]
     if kind == "missing":
         return f"{source.where(path)}: {path}: is missing; add it{_what_for(path, model)}"
@@ -130,7 +133,8 @@ def _sentence(problem: ErrorDetails, source: Source, model: type[BaseModel]) -> 
         return f"{head}{value}: no such key; " + (f"did you mean {near}?" if near else _known(path, model))
     if kind == "value_error":  # a section's own check: its message names the key already
         return head + str(problem["ctx"]["error"]).rstrip(".")
-    return f"{head}{value}: {_demand(problem)}"
+    demands = dict.fromkeys(map(_demand, problems))
+    return f"{head}{value}: {' or '.join(demands).replace(' or must be ', ' or ')}"
 
 
 def _demand(problem: ErrorDetails) -> str:

@@ -80,6 +80,9 @@ def _groups(c: RunConfig) -> Iterator[Problem]:
     if payload > queue.max_bytes:
         reason = f"the answers in {c.slots} slots can take {payload} bytes, so the run could stall; raise it to that"
         yield Problem("topology.queue.max_bytes", queue.max_bytes, reason)
+    if queue.retain and queue.durability == "memory":
+        reason = "topology.queue.durability memory keeps nothing; use os or fsync"
+        yield Problem("topology.queue.retain", queue.retain, reason)
 
 
 def _lengths(c: RunConfig) -> Iterator[Problem]:

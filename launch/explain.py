@@ -55,6 +55,7 @@ AFFECTS: dict[str, Affects] = {  # key -> what it changes elsewhere, in the numb
     "topology.learner.cpus": lambda c: "the cores a rank is pinned to, see `headrace plan`",
     "topology.learner.ranks": lambda c: f"how the {c.algorithm.groups_per_step} groups of a step are shared, by tokens",
     "topology.queue.durability": lambda c: "fsync survives a power cut, os a killed process, memory neither",
+    "topology.queue.retain": lambda c: f"disk: the journal takes up to {c.journal_bytes / 1e6:.1f} MB",
     "weights.plane": lambda c: f"here {c.plane}",
     "evaluate.every": lambda c: f"evaluations at {_versions(c)}",
     "checkpoint.every": lambda c: "how much a resumed run does again, and how long the journal must remember",
@@ -66,6 +67,7 @@ DERIVED = {  # what nobody says and follows from what was said
     "samples_per_step": "answers per optimizer step: algorithm.groups_per_step * sampling.group_size",
     "groups_to_train": "groups the run trains on: run.steps * algorithm.groups_per_step",
     "groups_in_flight": "groups one engine generates at the same time: its share of the slots",
+    "journal_bytes": "the most that the journal takes on disk, if every answer has sampling.max_tokens tokens",
     "plane": "how weights travel: weights.plane, or by where the GPUs are",
     "evaluated_versions": "weight versions whose held-out score is measured",
 }
@@ -160,6 +162,8 @@ def _kind(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         words = [_kind(a) for a in args if a is not type(None)]
         return " or ".join(dict.fromkeys(words + (["null"] if type(None) in args else [])))
+    if origin is typing.Annotated:
+        return allowed(FieldInfo.from_annotation(annotation))
     if origin in (tuple, list):
         return f"a list of {_kind(args[0])}"
     plain = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a mapping"}

@@ -4,7 +4,8 @@
  "loss_mask": [...], "versions": [[4, 0, 12]], "status": "finished", "verdict": "scored", "reward": 1.0,
  "components": {"exact": 1.0}, "detail": ""}
 
-The journal forgets what a checkpoint contains (see `checkpoint.every`): export while a run goes on, or keep copies.
+The journal forgets what a checkpoint contains (see `checkpoint.every`), unless `topology.queue.retain` says to keep
+the latest committed steps, or all. A run may go on meanwhile.
 """
 
 from __future__ import annotations

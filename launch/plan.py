@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ class Plan:
             "weight_bytes": self.parameters and self.parameters * DTYPE_BYTES[c.model.dtype],
             "evaluated_versions": list(c.evaluated_versions),
             "memory_gb": self.memory_gb(),
+            "journal_gb": round(c.journal_bytes / 1e9, 3),
         }
 
     def memory_gb(self) -> float | None:
@@ -116,6 +118,9 @@ class Plan:
             lines.append(
                 f"  host memory     about {d['memory_gb']} GB of {sum(h.memory_gb for h in self.inventory.hosts):g} GB"
             )
+        retain = c.topology.queue.retain
+        kept = "" if not retain else f"; keeps {retain} committed step{'' if retain == 1 else 's'}"
+        lines.append(f"  journal         up to {_size(c.journal_bytes)} on disk{kept}")
         lines += ["", *(f"  ! {w}" for w in self.warnings)] if self.warnings else []
         return "\n".join(lines)
 
@@ -141,6 +146,12 @@ def parameters_of(model: Path) -> int | None:
     return total or None
 
 
+def free_bytes(folder: Path) -> int:
+    """Room on the disk on which `folder` is, or will be."""
+    there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+    return shutil.disk_usage(there).free
+
+
 def _warnings(plan: Plan) -> list[str]:
     out: list[str] = []
     config = plan.config
@@ -159,6 +170,12 @@ def _warnings(plan: Plan) -> list[str]:
     if memory and there and memory > there:
         out.append(
             f"memory: about {memory} GB are needed and {there:g} GB are there; use a smaller model or fewer processes"
+        )
+    free = free_bytes(Path(config.run.dir))
+    if config.journal_bytes > free:
+        out.append(
+            f"disk: the journal may take {_size(config.journal_bytes)} and {_size(free)} are free in {config.run.dir}; "
+            "lower topology.queue.retain or checkpoint.every, or set run.dir to a larger disk"
         )
     return out
 

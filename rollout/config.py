@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -43,6 +43,9 @@ class QueueConfig(Section):
     max_attempts: int = Field(3, ge=1, description="leases of one ordinal before it is dropped as poison")
     min_viable: int = Field(2, ge=1, description="scored trajectories a group needs to be trained on")
     max_bytes: int = Field(2 << 30, gt=0, description="payload bytes held before submits are pushed back")
+    retain: Annotated[int, Field(ge=0)] | Literal["all"] = Field(
+        0, description="committed steps whose groups stay in the journal for offline use, or all"
+    )
 
 
 class WeightsConfig(Section):

@@ -30,6 +30,7 @@ from rollout.journal_groups import read_groups
 from rollout.journal_history import archive
 from rollout.journal_memory import memory_folder
 from rollout.journal_segments import (
+    PLACED,
     TITLE,
     Ref,
     Tail,
@@ -41,6 +42,7 @@ from rollout.journal_segments import (
     segment_path,
 )
 from rollout.placed_payloads import PlacedFiles
+from rollout.retention import Retain
 from rollout.wire import Buffer, frame_bytes, pack, unpack
 
 __all__ = ["SEGMENT", "Durability", "Journal", "MemoryJournal", "Stalled", "Torn", "memory_folder", "read_groups"]
@@ -70,7 +72,7 @@ class Journal:
         folder: Path,
         durability: Durability = "fsync",
         segment_bytes: int = SEGMENT,
-        retain: bool = False,
+        retain: Retain = 0,
         disk: Disk | None = None,
     ) -> None:
         self.folder, self.durability, self.segment_bytes, self.retain = folder, durability, segment_bytes, retain
@@ -226,11 +228,14 @@ class Journal:
 
     def collect(self) -> None:
         """Delete the segments before the present one that hold no live group; what became of theirs is kept aside."""
-        self.placed.collect(self.live, delete=not self.retain)
-        if self.retain:
+        self.placed.collect(self.live, delete=self.retain != "all")
+        if self.retain == "all":
             return
+        below = self._number
+        if self.retain:  # in order: offline readers want what was said about a group, too
+            below = min((n for n, groups in self.live.items() if groups > 0 and n < PLACED), default=below)
         for number in segment_numbers(self.folder):
-            if number < self._number and self.live[number] <= 0:
+            if number < below and self.live[number] <= 0:
                 try:
                     if self.checks:
                         archive(self.folder, number)
@@ -264,6 +269,7 @@ class MemoryJournal(Journal):
         self.live, self.torn = Counter(), []
         self.durability, self.syncs, self.bytes_written, self.folder = "memory", 0, 0, Path("/nowhere")
         self.checks, self.segment_bytes, self.placed = False, SEGMENT, PlacedFiles(self.folder, Disk())
+        self.retain = 0
 
     def recover(self) -> Iterator[tuple[Any, Ref]]:
         return iter(())

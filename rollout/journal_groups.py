@@ -9,6 +9,8 @@ from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from rollout.errors import QueueError
+from rollout.journal_history import read_history
 from rollout.journal_segments import Ref, Tail, read_record, scan, segment_numbers, segment_path
 from rollout.selection import n_scored
 from rollout.types import Group, Verdict
@@ -26,12 +28,24 @@ class Fates:
         self.dropped: dict[int, str] = {}
         self.steps: dict[int, list[int]] = {}
         self.trained_steps = 0
-        for number in segment_numbers(folder):
-            for meta, _ in scan(folder, number, Tail(), verify=False):
-                value = unpack(meta, "journal")
-                for row in value[1] if value[0] == "facts" else ():
-                    self._fact(row)
+        present = segment_numbers(folder)
+        for number, facts in read_history(folder):
+            for row in facts if number not in present else ():
+                self._fact(row)
+        for value, _ in records(folder):
+            if value[0] == "snapshot":
+                self._snapshot(value[1]["ledger"])
+            for row in value[1] if value[0] == "facts" else ():
+                self._fact(row)
         self.trained = {o for s, ordinals in self.steps.items() if s < self.trained_steps for o in ordinals}
+
+    def _snapshot(self, ledger: dict[str, Any]) -> None:
+        """It repeats what segments said that may be gone; of the groups in it, also the verdicts."""
+        self.steps.update(ledger["plan"])
+        self.trained_steps = ledger["version"]
+        for ordinal, *_, rows, _step in ledger["entries"]:
+            if verdicts := read_verdicts(rows, "snapshot.verdicts"):
+                self.verdicts[ordinal] = verdicts
 
     def _fact(self, row: list[Any]) -> None:
         match row:
@@ -60,31 +74,49 @@ def read_groups(
     """Every group in the journal, in the order of submission, with the verdicts it got.
 
     versions: those its oldest token may have. fate: what became of it. scored_only: every answer has a reward.
-    A damaged record raises QueueError; what follows a torn one is not read.
+    A run may go on meanwhile: what it has settled and deleted since is passed over. A damaged record, and an open
+    group whose arrays are gone, raise QueueError; what follows a torn record is not read.
     """
     folder = Path(folder)
     fates = Fates(folder)
+    for value, ref in records(folder):
+        if value[0] not in ("group", "placed") or (fate != "any" and fates.of(value[1][1]) != fate):
+            continue
+        group = _read(folder, value, ref)
+        if group is None:
+            continue
+        verdicts = fates.verdicts.get(group.ordinal)
+        if verdicts is not None:
+            group = group.with_verdicts(verdicts)
+        if versions is not None and group.oldest_version not in versions:
+            continue
+        judged = [t.verdict for t in group.trajectories if t.verdict is not None]
+        if scored_only and n_scored(judged) < len(group.trajectories):
+            continue
+        if keep is None or keep(group):
+            yield group
+
+
+def records(folder: Path) -> Iterator[tuple[Any, Ref]]:
+    """(meta, ref) of every good record of every segment that is there, in order."""
     for number in segment_numbers(folder):
-        for meta, ref in scan(folder, number, Tail(), verify=False):
-            value = unpack(meta, "journal")
-            if value[0] not in ("group", "placed") or (fate != "any" and fates.of(value[1][1]) != fate):
-                continue
-            place = Ref(*value[2]) if value[0] == "placed" else ref
-            if (
-                place is not ref
-                and fates.of(value[1][1]) != "open"
-                and not segment_path(folder, place.segment).exists()
-            ):
-                continue  # settled, and forgotten since
-            record, body = read_record(folder, place)
-            group = decode_group(unpack(record, "journal")[2], (body,))
-            verdicts = fates.verdicts.get(group.ordinal)
-            if verdicts is not None:
-                group = group.with_verdicts(verdicts)
-            if versions is not None and group.oldest_version not in versions:
-                continue
-            judged = [t.verdict for t in group.trajectories if t.verdict is not None]
-            if scored_only and n_scored(judged) < len(group.trajectories):
-                continue
-            if keep is None or keep(group):
-                yield group
+        try:
+            for meta, ref in scan(folder, number, Tail(), verify=False):
+                yield unpack(meta, "journal"), ref
+        except FileNotFoundError:
+            continue  # deleted since they were listed: a run goes on
+
+
+def _read(folder: Path, value: list[Any], ref: Ref) -> Group | None:
+    """The group of a record, None if it has been settled and forgotten."""
+    place = Ref(*value[2]) if value[0] == "placed" else ref
+    try:
+        record, body = read_record(folder, place)
+    except FileNotFoundError:
+        ordinal = value[1][1]
+        if Fates(folder).of(ordinal) == "open":
+            raise QueueError(
+                f"ordinal {ordinal} is open, but its arrays are gone: {segment_path(folder, place.segment)}"
+            ) from None
+        return None
+    return decode_group(unpack(record, "journal")[2], (body,))

@@ -24,6 +24,7 @@ from rollout.payloads import Payloads
 from rollout.queue_figures import describe
 from rollout.queue_intake import Stored, read_groups, read_leases, read_scores
 from rollout.queue_protocol import Request, pack_blobs
+from rollout.retention import Retention
 from rollout.selection import Waiting
 from rollout.wire import Buffer, pack
 from rollout.wire_facts import fact_row, read_fact
@@ -50,6 +51,7 @@ class QueueCore:
         self.journal, self.event = journal, event
         self.ledger = self.ledger_type(settings)
         self.payloads = Payloads(journal, max_bytes)
+        self.retained = Retention(journal.live, journal.retain)
         self.changes = 0  # grows whenever a fact was stated: somebody who waits may be served
         self.staleness: dict[str, float] = {"mean": 0.0, "max": 0.0, "max_ever": 0.0}
         self._rows: list[list[Any]] = []  # facts waiting to become one record
@@ -68,6 +70,7 @@ class QueueCore:
                 self.ledger = restore(settings, first["ledger"], self.ledger_type)
                 for ordinal, *place in first["payloads"]:
                     self.payloads.put_on_disk(ordinal, Ref(*place[:4]), told=place[-1] if place[4:] else place[0])
+                self.retained.restore(first["retained"])
             elif kind == "facts":
                 for fact in map(read_fact, first):
                     self.ledger.apply(fact)
@@ -86,7 +89,7 @@ class QueueCore:
 
     def snapshot(self) -> dict[str, Any]:
         places = [[o, *p.ref.row, p.told] for o, p in self.payloads.held.items()]
-        return {"ledger": snapshot(self.ledger), "payloads": places}
+        return {"ledger": snapshot(self.ledger), "payloads": places, "retained": self.retained.rows}
 
     # ---- requests
 
@@ -274,8 +277,10 @@ class QueueCore:
                 self.payloads.forget(ordinals)
             case Trained(step):
                 self.payloads.trained(self.ledger.plan.get(step, ()))
-            case Committed():
-                self.payloads.forget([o for o in self.payloads.held if o not in self.ledger.entries])
+            case Committed(step):
+                gone = {o: p for o, p in self.payloads.held.items() if o not in self.ledger.entries}
+                self.retained.committed(step, [n for p in gone.values() for n in (p.ref.segment, p.told)])
+                self.payloads.forget(gone)
 
     def _tell(self, fact: Fact) -> None:
         match fact:

@@ -32,6 +32,7 @@ from rollout.queue_figures import describe
 from rollout.queue_keys import ServerKeys
 from rollout.queue_protocol import WAIT_SLICE, Request, error_frames, reply_frames
 from rollout.queue_transport import COPY_BELOW, Gatekeeper, private_ipc, readable, router
+from rollout.retention import Retain
 from rollout.served_clock import ServedClock
 from rollout.wire import Buffer
 
@@ -66,7 +67,7 @@ class QueueServer:
         keys: ServerKeys | None = None,
         events_path: Path | None = None,
         segment_bytes: int = SEGMENT,
-        retain: bool = False,
+        retain: Retain = 0,
         disk: Disk | None = None,
     ) -> None:
         self.settings, self.journal_dir, self.bind, self.durability = settings, Path(journal_dir), bind, durability

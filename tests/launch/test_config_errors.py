@@ -42,6 +42,8 @@ def test_the_corpus_is_there() -> None:
     [
         ("run.steps=0", "--set: run.steps: 0: must be >= 1"),
         ("run.stepz=3", "--set: run.stepz: 3: no such key; did you mean run.steps?"),
+        ("topology.queue.retain=some", '--set: topology.queue.retain: "some": must be a whole number or all'),
+        ("topology.queue.retain=-1", "--set: topology.queue.retain: -1: must be >= 0 or all"),
         ("learner.ranks=2", '--set: learner: {"ranks": 2}: no such key; did you mean topology.learner?'),
         ("run", "--set run: is not of the form section.key=value, e.g. --set run.steps=8"),
         ("run..steps=3", "--set run..steps=3: is not of the form section.key=value, e.g. --set run.steps=8"),

@@ -7,6 +7,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from launch.inventory import Host, Inventory
 from launch.plan import make_plan, parameters_of
 
@@ -49,3 +51,20 @@ def test_memory_is_a_warning_when_it_cannot_suffice(make_config: Any, tmp_path: 
     plan = make_plan(make_config({"model": {"path": str(tmp_path)}}), TWO_CORES)
     assert plan.parameters == 10**9 and (plan.memory_gb() or 0) > 20
     assert any(w.startswith("memory: about") for w in plan.warnings)
+
+
+def test_the_journal_s_room_on_disk(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 slots and 8 steps of 8 groups until a checkpoint; retained steps on top, never more than the whole run."""
+    shape = {"run": {"steps": 100}, "sampling": {"group_size": 4, "max_tokens": 100}}
+
+    def journal_bytes(retain: object) -> int:
+        made: int = make_config({**shape, "topology": {"queue": {"retain": retain}}}).journal_bytes
+        return made
+
+    group = 4 * 100 * 9
+    assert [journal_bytes(r) // group for r in (0, 10, 1000, "all")] == [88, 168, 824, 824]
+    monkeypatch.setattr("launch.plan.free_bytes", lambda _: 1_000_000)
+    plan = make_plan(make_config({**shape, "topology": {"queue": {"retain": "all"}}}), TWO_CORES)
+    assert any(w.startswith("disk: the journal may take 3.0 MB and 1.0 MB are free") for w in plan.warnings)
+    assert "journal         up to 3.0 MB on disk; keeps all committed steps" in plan.text()
+    assert json.loads(plan.json())["derived"]["journal_gb"] == 0.003

@@ -13,6 +13,8 @@ import pytest
 
 from actors.prompts_data import write
 from launch.cli import main
+from launch.config import load
+from launch.preflight import preflight
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "launch" / "topologies" / "tiny_cpu.yaml"
@@ -40,6 +42,18 @@ def refusal(capsys: pytest.CaptureFixture[str], tmp_path: Path, *settings: str) 
 def test_an_unknown_key_names_the_nearest(capsys, tmp_path, tiny_llama, prompts) -> None:
     said = refusal(capsys, tmp_path, f"model.path={tiny_llama}", f"prompts.path={prompts}", "staleness.bounds=3")
     assert "staleness.bounds" in said and "bound" in said
+
+
+def test_a_journal_that_does_not_fit_is_refused_only_if_it_shall_be_kept(
+    capsys, tmp_path, tiny_llama, prompts, monkeypatch
+) -> None:
+    monkeypatch.setattr("launch.preflight.free_bytes", lambda _: 1000)
+    paths = f"model.path={tiny_llama}", f"prompts.path={prompts}"
+    said = refusal(capsys, tmp_path, *paths, "topology.queue.retain=all")
+    assert "topology.queue.retain: all" in said and "lower it, or set run.dir" in said
+    said = refusal(capsys, tmp_path, *paths, "topology.queue.retain=5", "topology.queue.durability=memory")
+    assert "memory keeps nothing" in said
+    preflight(load(TINY, paths))
 
 
 def test_a_missing_model(capsys, tmp_path, prompts) -> None:

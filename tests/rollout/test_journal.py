@@ -156,7 +156,7 @@ def test_segments_go_when_their_last_group_is_settled(tmp_path: Path) -> None:
     journal.collect()
     assert segment_numbers(tmp_path) == [3, 5]
     journal.close()
-    kept = opened(tmp_path / "kept", segment_bytes=1, retain=True)
+    kept = opened(tmp_path / "kept", segment_bytes=1, retain="all")
     for _ in range(3):
         kept.append(pack(["facts", []]))
         kept.flush()
@@ -230,7 +230,7 @@ def write_history(folder: Path, groups: int, per_record: int = 50) -> None:
 
     shape = settings(groups_per_step=per_record)
     core.ledger = Ledger(shape)
-    journal.begin({"ledger": snapshot(core.ledger), "payloads": []})
+    journal.begin({"ledger": snapshot(core.ledger), "payloads": [], "retained": []})
     header, frames = encode_group(group(0, lengths=(2, 2)))
     verdicts = verdicts_row(GOOD)
     for step, first in enumerate(range(0, groups, per_record)):
