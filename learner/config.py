@@ -61,7 +61,7 @@ class LearnerConfig(Section):
     share_prompts: bool = Field(True, description="compute a group's prompt once for its G answers")
     packing: Literal["packed", "padded"] = Field("packed", description="padded: one row per answer, the plain form")
     head_chunk: int = Field(
-        0, ge=0, description="positions whose logits exist at the same time; 0: about 128 MB of them"
+        0, ge=0, description="positions whose logits are computed together, by parts of the vocabulary; 0: 2048"
     )
     head_float32: bool = Field(False, description="compute the output head in float32")
     lora_rank: int = Field(

@@ -1,8 +1,8 @@
 """Log-probabilities without the logits: hidden states -> chunked lm_head -> log-prob and entropy of each target.
 
-Only `chunk` rows of logits exist at any time, forward and backward: peak memory is chunk x vocabulary, not
-tokens x vocabulary. The backward pass recomputes a chunk's logits and applies the closed-form gradient (as
-Cut-Cross-Entropy 2411.09009 does):
+Only a tile of logits exists at any time, forward and backward: some positions by some of the vocabulary, small enough
+on a CPU to stay in the cache over the passes of a softmax. Peak memory is that tile, not tokens x vocabulary. The
+backward pass recomputes a tile's logits and applies the closed-form gradient (as Cut-Cross-Entropy 2411.09009 does):
 
     z = h W^T / temperature + bias / temperature;  logp = z[y] - logsumexp(z);  H = -sum_j p_j log p_j
     d logp / dz_j = 1[j = y] - p_j             dH / dz_j = -p_j (log p_j + H)
@@ -18,6 +18,10 @@ import torch
 from torch import Tensor
 
 
+#: Logits of a tile, for an accelerator and for a CPU, whose caches it has to fit.
+TILE = (1 << 25, 1 << 20)
+
+
 def chunked_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -29,7 +33,7 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """hidden [T, D], weight [V, D], targets [T] -> (logprobs [T], entropy [T]), both differentiable, float32 or better.
 
-    Pass only positions that carry loss. fp32_head casts hidden and weight to float32 before the product (MiniMax-M1,
+    `chunk`: positions of a tile. Pass only positions that carry loss. fp32_head casts hidden and weight to float32 before the product (MiniMax-M1,
     ScaleRL: a bfloat16 head is the largest source of mismatch between engine and learner); softmax is float32 anyway.
     """
     logprobs, entropy = _Chunked.apply(hidden, weight, bias, targets, float(temperature), int(chunk), fp32_head)
@@ -49,7 +53,7 @@ def _logits(
 
 
 class _Chunked(torch.autograd.Function):
-    """Forward keeps hidden, weight and two numbers per token; backward recomputes the logits chunk by chunk."""
+    """Forward keeps hidden, weight and two numbers per token; backward recomputes the logits tile by tile."""
 
     @staticmethod
     def forward(
@@ -64,19 +68,20 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        n = hidden.shape[0]
-        logprobs, entropy, norm = (torch.empty(n, dtype=wide, device=hidden.device) for _ in range(3))
-        for at in range(0, n, chunk):
-            part = slice(at, at + chunk)
-            z = _logits(hidden[part], weight, bias, temperature, wide, fp32)
-            top = z.amax(dim=-1, keepdim=True)
-            z -= top  # centred: large logits cost the entropy no digits
-            chosen = z.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1)
-            e = z.exp()
-            total = e.sum(dim=-1)
-            logprobs[part] = chosen - total.log()
-            entropy[part] = total.log() - torch.linalg.vecdot(e, z) / total
-            norm[part] = top.squeeze(-1) + total.log()
+        rows, columns = _tiles(hidden, weight, chunk)
+        shape = (len(columns), len(targets))
+        tops, totals, dots = (torch.empty(shape, dtype=wide, device=hidden.device) for _ in range(3))
+        chosen = torch.zeros(len(targets), dtype=wide, device=hidden.device)
+        for j, column in enumerate(columns):
+            w, b = weight[column], None if bias is None else bias[column]
+            for part in rows:
+                z = _logits(hidden[part], w, b, temperature, wide, fp32)
+                chosen[part] += _at(z, targets[part] - column.start)
+                top = z.amax(dim=-1)
+                z -= top.unsqueeze(-1)  # centred: large logits cost the entropy no digits
+                e = z.exp()
+                tops[j, part], totals[j, part], dots[j, part] = top, e.sum(dim=-1), torch.linalg.vecdot(e, z)
+        logprobs, entropy, norm = _merged(chosen, tops, totals, dots)
         ctx.save_for_backward(hidden, weight, bias, targets, norm, entropy)
         ctx.settings = (temperature, chunk, wide, fp32)
         return logprobs, entropy
@@ -88,33 +93,64 @@ class _Chunked(torch.autograd.Function):
         grad_logp, grad_entropy = (g if g is None else g / temperature for g in grads)
         live = _live(grad_logp, grad_entropy, norm)
         norm, entropy = (torch.where(live, x, torch.zeros_like(x)) for x in (norm, entropy))
-        d_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None
-        d_bias = None
-        if bias is not None and ctx.needs_input_grad[2]:
-            d_bias = torch.zeros(bias.shape, dtype=wide, device=weight.device)
+        h = torch.where(live.unsqueeze(-1), hidden, torch.zeros_like(hidden))
         compute = wide if fp32 else hidden.dtype
-        head = weight.to(compute)
-        for at in range(0, hidden.shape[0], chunk):
-            part = slice(at, at + chunk)
-            h = torch.where(live[part].unsqueeze(-1), hidden[part], torch.zeros_like(hidden[part]))
-            logp = _logits(h, weight, bias, temperature, wide, fp32).sub_(norm[part].unsqueeze(-1))
-            dz = _dlogits(logp, targets[part], entropy[part], _part(grad_logp, part), _part(grad_entropy, part))
-            if d_bias is not None:
-                d_bias += dz.sum(0)
-            dz = dz.to(compute)
-            if d_hidden is not None:
-                d_hidden[part] = (dz @ head).to(hidden.dtype)
-            if d_weight is not None and compute == wide:
-                d_weight.addmm_(dz.t(), h.to(compute))
-            elif d_weight is not None:
-                d_weight += dz.t() @ h
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device) if wants_hidden else None
+        d_weight = torch.empty_like(weight) if wants_weight else None
+        d_bias = torch.zeros_like(bias, dtype=wide) if wants_bias else None
+        rows, columns = _tiles(hidden, weight, chunk)
+        for column in columns:
+            w, b = weight[column], None if bias is None else bias[column]
+            d_w = torch.zeros(w.shape, dtype=wide, device=w.device) if wants_weight and len(rows) != 1 else None
+            for part in rows:
+                logp = _logits(h[part], w, b, temperature, wide, fp32).sub_(norm[part].unsqueeze(-1))
+                y = targets[part] - column.start
+                dz = _dlogits(logp, y, entropy[part], _part(grad_logp, part), _part(grad_entropy, part))
+                if d_bias is not None:
+                    d_bias[column] += dz.sum(0)
+                dz = dz.to(compute)
+                if d_hidden is not None:
+                    d_hidden[part] += dz @ w.to(compute)
+                if d_w is not None:
+                    d_w += dz.t() @ h[part].to(compute)
+                elif d_weight is not None:
+                    d_weight[column] = dz.t() @ h.to(compute)
+            if d_weight is not None and d_w is not None:
+                d_weight[column] = d_w
         return (
-            d_hidden,
-            d_weight.to(weight.dtype) if d_weight is not None else None,
+            d_hidden.to(hidden.dtype) if d_hidden is not None else None,
+            d_weight,
             d_bias.to(bias.dtype) if d_bias is not None else None,
             None, None, None, None,
         )  # fmt: skip
+
+
+def _tiles(hidden: Tensor, weight: Tensor, chunk: int) -> tuple[list[slice], list[slice]]:
+    """Rows of at most `chunk` positions, columns of the vocabulary so that one tile of logits stays in the cache."""
+    n, size = len(hidden), len(weight)
+    chunk = max(1, min(chunk, n))
+    width = max(1, min(size, TILE[hidden.device.type == "cpu"] // chunk))
+    return [slice(at, at + chunk) for at in range(0, n, chunk)], [slice(at, at + width) for at in range(0, size, width)]
+
+
+def _at(z: Tensor, y: Tensor) -> Tensor:
+    """z [c, v], y [c] -> z[y] where y lies in the tile, else 0."""
+    inside = (y >= 0) & (y < z.shape[-1])
+    return torch.where(inside, z.gather(-1, y.clamp(0, z.shape[-1] - 1).unsqueeze(-1)).squeeze(-1), 0)
+
+
+def _merged(chosen: Tensor, tops: Tensor, totals: Tensor, dots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Per tile of columns its maximum, sum of exp(z - top) and of (z - top) exp(z - top), each [tiles, T]: combine them.
+
+    Returns logprobs, entropy and the log of the normaliser, each [T].
+    """
+    top = tops.amax(dim=0)
+    lower = tops - top
+    share = lower.exp()
+    total = (share * totals).sum(dim=0)
+    entropy = total.log() - (share * (dots + lower * totals)).sum(dim=0) / total
+    return (chosen - top) - total.log(), entropy, top + total.log()
 
 
 def _part(grad: Tensor | None, part: slice) -> Tensor | None:
@@ -130,7 +166,10 @@ def _live(grad_logp: Tensor | None, grad_entropy: Tensor | None, like: Tensor) -
 
 
 def _dlogits(logp: Tensor, targets: Tensor, entropy: Tensor, g: Tensor | None, g_entropy: Tensor | None) -> Tensor:
-    """[c, V] gradient of the scaled logits: g (1[y] - p) - g_entropy p (logp + H). May overwrite logp."""
+    """[c, v] gradient of a tile's scaled logits: g (1[y] - p) - g_entropy p (logp + H). May overwrite logp.
+
+    Targets outside of the tile, negative ones too, add nothing.
+    """
     if g_entropy is None:
         pull = -g if g is not None else torch.zeros_like(entropy)
         dz = logp.exp_().mul_(pull.unsqueeze(-1))
@@ -139,5 +178,7 @@ def _dlogits(logp: Tensor, targets: Tensor, entropy: Tensor, g: Tensor | None, g
         pull = -g_entropy * entropy - (g if g is not None else 0)
         dz = logp.mul_(-g_entropy.unsqueeze(-1)).add_(pull.unsqueeze(-1)).mul_(p)
     if g is not None:
-        dz.scatter_add_(-1, targets.unsqueeze(-1), g.unsqueeze(-1))
+        inside = (targets >= 0) & (targets < dz.shape[-1])
+        place = targets.clamp(0, dz.shape[-1] - 1).unsqueeze(-1)
+        dz.scatter_add_(-1, place, torch.where(inside, g, 0).unsqueeze(-1).to(dz.dtype))
     return dz

@@ -17,6 +17,7 @@ and prompts stay exact however the share is cut into micro-batches.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -64,17 +65,23 @@ class Block:
     segments: tuple[int, ...]
     opens_with_prompt: bool
 
-    def mask(self) -> Bool:
-        """bool[queries, prefix + queries]: True where a query may look."""
-        n = self.stop - self.start
-        kind = np.zeros(n, np.int32)
-        for number, end in enumerate(self.segments[:-1]):
-            kind[end:] = number + 1
-        own = kind[:, None] == kind[None, :]
+    def segment_of(self, token: int) -> int:
+        """Which segment a token of this block belongs to."""
+        return bisect_right(self.segments, token - self.start)
+
+    def first_seen(self, token: int) -> int:
+        """The first token of this block that a token of it, or any after it, may see."""
+        number = self.segment_of(token)
+        return self.start if self.opens_with_prompt or number == 0 else self.start + self.segments[number - 1]
+
+    def mask(self, start: int, stop: int, first_key: int) -> Bool:
+        """bool[stop - start, stop - first_key]: which tokens of the block, from `first_key` on, each query sees."""
+        kind = np.searchsorted(self.segments, np.arange(self.start, stop) - self.start, side="right")
+        queries, keys = kind[start - self.start :, None], kind[None, first_key - self.start :]
+        own = queries == keys
         if self.opens_with_prompt:
-            own |= (kind == 0)[None, :]
-        own &= np.tri(n, dtype=bool)
-        return np.concatenate([np.ones((n, self.prefix_stop - self.prefix_start), bool), own], axis=1)
+            own |= keys == 0
+        return own & np.tri(stop - start, stop - first_key, k=start - first_key, dtype=bool)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

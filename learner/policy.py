@@ -21,6 +21,7 @@ from learner.logprobs import chunked_logprobs
 from learner.packing import Layout, MicroBatch
 from rollout.errors import ConfigError
 
+HEAD_CHUNK = 2048  # positions per tile of logits: the product with the head likes many, the tile stays small anyway
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -82,7 +83,7 @@ class PolicyModule(nn.Module):
     def __init__(self, model: Any, head_chunk: int = 0, head_float32: bool = False) -> None:
         super().__init__()
         self.model: Any = model  # Hugging Face's model, perhaps wrapped by peft
-        self.head_chunk = head_chunk or max(16, (32 << 20) // model.config.get_text_config().vocab_size)
+        self.head_chunk = head_chunk or HEAD_CHUNK
         self.head_float32 = head_float32
         self.value_head: nn.Module | None = None  # set where policy and critic share the trunk
 

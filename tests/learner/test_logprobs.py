@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from learner import logprobs
 from learner.logprobs import chunked_logprobs
 
 
@@ -32,7 +33,11 @@ def leaves(
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_equal_to_the_plain_form(chunk: int, temperature: float, with_bias: bool, with_entropy: bool) -> None:
+@pytest.mark.parametrize("tile", [1, 12, 1 << 20])
+def test_equal_to_the_plain_form(
+    chunk: int, temperature: float, with_bias: bool, with_entropy: bool, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "TILE", (tile, tile))  # logits of a tile: 1 column, a few, or all of them
     h, w, b, y = leaves()
     bias = b if with_bias else None
     pull = torch.linspace(-1, 2, len(y), dtype=torch.float64)
@@ -49,6 +54,16 @@ def test_equal_to_the_plain_form(chunk: int, temperature: float, with_bias: bool
 def test_gradcheck() -> None:
     h, w, b, y = leaves(t=4, d=3, v=5)
     assert torch.autograd.gradcheck(lambda h, w, b: chunked_logprobs(h, w, y, 0.8, 2, b), (h, w, b))
+
+
+def test_large_logits_cost_no_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Maxima that differ by hundreds between tiles, in float32: as good as torch's own log_softmax."""
+    monkeypatch.setattr(logprobs, "TILE", (22, 22))
+    h, w, _, y = leaves(torch.float32)
+    h, w = (h * 30).detach(), w.detach()
+    exact = plain(h.double(), w.double(), y, 1.0, None)
+    for got, want in zip(chunked_logprobs(h, w, y), exact, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("fp32_head", [False, True])
@@ -81,14 +96,17 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
-    """512 tokens, vocabulary 2000, chunks of 16: nothing near 512 x 2000 exists, forward or backward."""
+def test_no_tensor_is_larger_than_a_tile_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 tokens, vocabulary 2000, chunks of 16: nothing near 512 x 2000 exists, forward or backward; not even a chunk
+    of 16 x 2000 where a tile is smaller."""
     h, w, _, _ = leaves(torch.float32, t=512, d=8, v=2000)
     y = torch.zeros(512, dtype=torch.long)
-    with LargestTensor() as seen:
-        logp, entropy = chunked_logprobs(h, w, y, 1.0, 16)
-        (logp.sum() + entropy.sum()).backward()
-    assert seen.elements == 16 * 2000
+    for tile, largest in ((1 << 20, 16 * 2000), (20_000, 20_000)):
+        monkeypatch.setattr(logprobs, "TILE", (tile, tile))
+        with LargestTensor() as seen:
+            logp, entropy = chunked_logprobs(h, w, y, 1.0, 16)
+            (logp.sum() + entropy.sum()).backward()
+        assert seen.elements == largest
 
 
 def test_a_row_without_gradient_does_not_spread_its_nan() -> None:

@@ -100,14 +100,19 @@ def brute_force_mask(batch_answers: list[list[int]], n_prompt: list[int]) -> np.
     ).reshape(size, size)
 
 
+@pytest.mark.parametrize("rows", [None, 7, 1])
 @pytest.mark.parametrize("scale", [1, 60], ids=["one block per group", "one block per answer"])
-def test_blocks_are_the_mask_of_the_definition(scale: int) -> None:
+def test_tiles_are_the_mask_of_the_definition(scale: int, rows: int | None) -> None:
     shape = [(3 * scale, [2 * scale, 5, 3 * scale]), (4, [1]), (2 * scale, [4 * scale, 4 * scale])]
     (batch,) = pack(answers_of(shape), token_budget=1 << 20, layout="shared")
     got = np.zeros((batch.n_tokens, batch.n_tokens), bool)
-    for b in batch.blocks:
-        keys = [*range(b.prefix_start, b.prefix_stop), *range(b.start, b.stop)]
-        got[np.ix_(range(b.start, b.stop), keys)] = b.mask()
+    tiles = attention.Masks(batch.blocks, torch.device("cpu")).tiles(rows, torch.float32)
+    for tile in tiles:
+        keys = [*range(tile.prefix_start, tile.prefix_stop), *range(tile.own_start, tile.own_stop)]
+        scores = torch.zeros(1, tile.stop - tile.start, len(keys))
+        tile.hide(scores)
+        got[np.ix_(range(tile.start, tile.stop), keys)] = scores[0] == 0
+        assert rows is None or tile.stop - tile.start <= rows
     assert (got == brute_force_mask([lengths for _, lengths in shape], [p for p, _ in shape])).all()
     assert len(batch.blocks) == (3 if scale == 1 else len(batch.blocks)) and len(batch.blocks) >= 3
 
@@ -130,7 +135,10 @@ def forward_and_gradients(
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @pytest.mark.parametrize("layout", ["shared", "packed"])
 @pytest.mark.parametrize("budget", [1 << 20, 90], ids=["one batch", "several"])
-def test_packed_equals_padded_in_value_and_gradient(tiny_model: Path, kernel: str, layout: Layout, budget: int) -> None:
+def test_packed_equals_padded_in_value_and_gradient(
+    tiny_model: Path, kernel: str, layout: Layout, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "ROWS", 16)  # so that the longer answers take several tiles
     answers = answers_of([(40, [3, 17, 60, 1]), (5, [2]), (21, [9, 9, 9])], holes=True)
     plain = LearnerConfig(compute_dtype="float32", packing="padded", attention="eager")
     mine = LearnerConfig(compute_dtype="float32", attention=kernel)  # type: ignore[arg-type]
@@ -142,10 +150,11 @@ def test_packed_equals_padded_in_value_and_gradient(tiny_model: Path, kernel: st
         assert (got_grads[name] - grad).norm() <= 2e-6 * grad.norm() + 1e-6, name
 
 
-def test_the_kernels_agree_on_any_layout() -> None:
+def test_the_kernels_agree_on_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also flex, whose backward pass needs a GPU: here its sparsity is proved to be the same mask."""
     (batch,) = pack(answers_of([(40, [3, 17, 60, 1]), (5, [2]), (3, [90, 90])]), token_budget=1 << 20, layout="shared")
     layout = attention.Masks(batch.blocks, torch.device("cpu"))
+    monkeypatch.setattr(attention, "ROWS", 32)  # so that the longer answers take several tiles
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, batch.n_tokens, 16) for heads in (4, 2, 2))
     with torch.no_grad():
