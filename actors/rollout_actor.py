@@ -14,7 +14,7 @@ import ray
 
 from actors.evaluation import Answer
 from actors.role import Seat, Task, take
-from rollout.engine import CommitReport, Rendezvous, SamplingParams
+from rollout.engine import CommitReport, Engine, Rendezvous, SamplingParams
 from rollout.errors import Drained
 from rollout.types import Float32, Prompt
 from rollout.versions import WeightManifest
@@ -27,18 +27,22 @@ LEASE_WAIT_S = 2.0
 class RolloutActor:
     """All methods run on one event loop, beside each other."""
 
+    engine: Engine | None = None  # outlives a run where the actor is told to begin another one
+
     def __init__(self, task: Task, seat: Seat, settings: VllmSettings, groups_in_flight: int) -> None:
         self.task, self.seat, self.settings, self.groups_in_flight = task, seat, settings, groups_in_flight
+        self.event = task.events().append
         take(seat, task)
 
     async def start(self) -> None:
-        """Load the model; seconds to a minute."""
+        """Load the model, seconds to a minute, unless a run before has; then enter the run."""
         from rollout.queue_client import AsyncQueueClient
         from rollout.service import RolloutService
         from rollout.vllm_engine import vllm_engine
 
-        self.engine = vllm_engine(self.settings, self.task.events().append)
-        await self.engine.start()
+        if self.engine is None:
+            self.engine = vllm_engine(self.settings, lambda kind, **fields: self.event(kind, **fields))
+            await self.engine.start()
         self.prompts = self.task.prompt_source()
         s = self.task.sampling
         self.params = SamplingParams(s.max_tokens, s.temperature, s.top_p, s.top_k, s.stop)

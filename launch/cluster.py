@@ -74,14 +74,7 @@ class Cluster:
         self._ray: Any = None
         self.version = 0  # of the weights that the run starts from
         self._sockets = ""
-        self.task = Task(
-            run_dir=str(self.directory.path.resolve()),
-            seed=self.config.run.seed,
-            model=self.config.model,
-            prompts=self.config.prompts,
-            sampling=self.config.sampling,
-            context=self.context,
-        )
+        self.task = self._told()
 
     def __enter__(self) -> Cluster:
         import ray
@@ -133,23 +126,36 @@ class Cluster:
             for r in self.of(role):
                 r.loop = r.handle.run.remote()
 
+    def _told(self) -> Task:
+        """What every role is told; the queue's endpoint is added once it is known."""
+        return Task(
+            run_dir=str(self.directory.path.resolve()),
+            seed=self.config.run.seed,
+            model=self.config.model,
+            prompts=self.config.prompts,
+            sampling=self.config.sampling,
+            context=self.context,
+        )
+
     def _add(self, placement: Placement, make: Callable[[Placement, Seat], Any]) -> Role:
         device = "cuda" if placement.gpus else "cpu"
         role = Role(placement, make(placement, Seat(placement.name, placement.cores, device)))
         self.roles[placement.name] = role
         return role
 
-    def _options(self, placement: Placement, **environment: str) -> dict[str, Any]:
+    def _actor(self, kind: Any, placement: Placement, *args: object, **environment: str) -> Any:
+        """One process of the run, on its way up; `kind` is its actor class."""
         variables = thread_environment(placement.threads) | environment
         gpus = sum(placement.gpu_share for _ in placement.gpus)
-        return {"num_cpus": 0, "num_gpus": gpus, "runtime_env": {"env_vars": variables}}
+        options = {"num_cpus": 0, "num_gpus": gpus, "runtime_env": {"env_vars": variables}}
+        return kind.options(**options).remote(*args)
 
     def _queue(self, placement: Placement, seat: Seat) -> Any:
         from actors.queue_actor import QueueActor
 
         bind = f"ipc://{self._sockets}/queue"
-        args = (self.task, seat, ledger_settings(self.config), self.config.topology.queue, bind)
-        return QueueActor.options(**self._options(placement)).remote(*args)
+        ledger = ledger_settings(self.config)
+        return self._actor(QueueActor, placement, self.task, seat, ledger, self.config.topology.queue, bind)
 
     def _rollout(self, placement: Placement, seat: Seat) -> Any:
         from actors.rollout_actor import RolloutActor
@@ -174,13 +180,13 @@ class Cluster:
             timeout_s=c.weights.timeout_s,
             seed=c.run.seed + placement.index,
         )
-        options = self._options(placement, **vllm_environment(placement.threads))
-        return RolloutActor.options(**options).remote(self.task, seat, settings, c.groups_in_flight)
+        environment = vllm_environment(placement.threads)
+        return self._actor(RolloutActor, placement, self.task, seat, settings, c.groups_in_flight, **environment)
 
     def _reward(self, placement: Placement, seat: Seat) -> Any:
         from actors.reward_actor import RewardActor
 
-        return RewardActor.options(**self._options(placement)).remote(self.task, seat, self.config.rewards)
+        return self._actor(RewardActor, placement, self.task, seat, self.config.rewards)
 
     def _learner(self, placement: Placement, seat: Seat) -> Any:
         from actors.learner_actor import LearnerActor, LearnerSpec
@@ -203,7 +209,7 @@ class Cluster:
             ),
             keep_last=c.checkpoint.keep_last,
         )
-        return LearnerActor.options(**self._options(placement)).remote(self.task, seat, spec)
+        return self._actor(LearnerActor, placement, self.task, seat, spec)
 
     @property
     def _store_url(self) -> str:
