@@ -2,7 +2,7 @@
 
 One run to the end: books balance, versions agree with commits, staleness stays within its bound, the metrics contract
 is kept, the exported weights answer as vLLM did, nothing is left running. One run killed with -9 in the middle, every
-process of it, and resumed: nothing lost, nothing twice, the same groups trained again in the same steps.
+process of it, and resumed: nothing lost, nothing twice, the same groups trained again in the same steps. Presets learn.
 """
 
 from __future__ import annotations
@@ -141,6 +141,16 @@ def test_it_learned(finished: Run) -> None:
     assert scores[8] > scores[0] + 0.3
 
 
+def test_its_journal_teaches_by_preferences(finished: Run) -> None:
+    """Best against worst of each group, from the weights the run began with: what was learnt came from the journal."""
+    from benchmarks.learning_pairs import learn
+
+    found = learn(finished.directory)
+    assert found.pairs + found.held_out_pairs > 40, "too few pairs to prove anything"
+    assert found.margin[1] > 0.5 and found.accuracy > 0.9, found
+    assert found.reward[0] < 0.3 and found.reward[1] > found.reward[0] + 0.5, found
+
+
 def test_the_exported_weights_answer_as_vllm_did(finished: Run) -> None:
     """The last evaluation was answered by vLLM with the weights it serves at the end; transformers loads the export."""
     import torch
@@ -185,3 +195,29 @@ def test_killed_whole_it_resumes_and_loses_nothing(tmp_path: Path, tiny_llama: P
     resumed_at = next(row["resumed_from"] for row in read_lines(run.directory.trained_path) if "resumed_from" in row)
     assert resumed_at in (3, 6, 9) and max(row["step"] for row in trained_before) >= resumed_at
     assert not check_spans(run.directory, bound=2).wrong
+
+
+def cells(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs of the benchmark of learning, one after the other in the same processes."""
+    command = [sys.executable, "-m", "benchmarks.learning", "--json", str(folder / "cells.jsonl"), *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_a_policy_and_a_preference_objective_learn_from_old_answers(tmp_path: Path) -> None:
+    """Two cells of docs/algorithms.md that have little in common; `make soak` runs all of them."""
+    from benchmarks.learning_table import read
+
+    ran = cells(tmp_path, "--presets", "gspo_token", "dpo", "--staleness", "4")
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
+    found = read(tmp_path / "cells.jsonl")
+    assert [c.preset for c in found] == ["gspo_token", "dpo"]
+    assert all(c.books and c.staleness_max == 4 for c in found)
+    margin = found[1].margin  # on the pairs of each step, before it learns from them
+    assert len(margin) == 32 and sum(margin[16:]) / 16 > sum(margin[:4]) / 4 + 0.3, margin
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_every_preset_learns_at_every_staleness(tmp_path: Path) -> None:
+    ran = cells(tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr[-4000:]
