@@ -178,7 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--render", type=Path, metavar="PAGE", help="run nothing; put the file's table into this page")
     options = parser.parse_args(argv)
     if options.render:
-        learning_table.write_page(options.render, learning_table.read(options.json))
+        offline = learning_table.read_pairs(options.json.with_name("learning_pairs.jsonl"))
+        learning_table.write_page(options.render, learning_table.read(options.json), offline)
         return 0
     cells = [planned(p, s, steps=options.steps) for p in options.presets for s in options.staleness]
     with tempfile.TemporaryDirectory(prefix="headrace-learning-") as scratch:

@@ -14,13 +14,14 @@ import argparse
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from actors.evaluation import Answer, evaluate
 from actors.prompts import answer_text
 from actors.role import Task
+from benchmarks.learning_table import FromJournal
 from launch.config import RunConfig, load
 from launch.preflight import preflight
 from launch.run_dir import RunDirectory
@@ -29,6 +30,7 @@ from learner.engine import LearnerEngine
 from learner.preference import Pair, form_pairs
 from learner.preference_step import policy_step
 from learner.presets import resolve
+from rollout.event_log import JsonLines
 from rollout.journal import read_groups
 from rollout.types import Prompt
 
@@ -37,20 +39,7 @@ PAIRS_PER_STEP = 8
 HELD_OUT_EVERY = 4  # one pair in so many is not learnt from
 
 
-@dataclass(frozen=True, slots=True)
-class Learnt:
-    """Learnt("dpo", pairs=48, held_out_pairs=16, steps=24, margin=(0.0, 3.1), accuracy=1.0, reward=(0.11, 1.0))"""
-
-    preset: str
-    pairs: int
-    held_out_pairs: int
-    steps: int
-    margin: tuple[float, float]  # on the held-out pairs; before and after
-    accuracy: float  # share of the held-out pairs with a positive margin, after
-    reward: tuple[float, float]  # of greedy answers to held-out prompts; before and after
-
-
-def learn(run: RunDirectory, preset: str = "dpo", steps: int = 24) -> Learnt:
+def learn(run: RunDirectory, preset: str = "dpo", steps: int = 24) -> FromJournal:
     """DPO on the pairs of a finished run's journal, from the weights the run began with."""
     config = load(run.config_path)
     algorithm = AlgorithmConfig(preset=preset, groups_per_step=PAIRS_PER_STEP, learning_rate=LEARNING_RATE)
@@ -71,8 +60,9 @@ def learn(run: RunDirectory, preset: str = "dpo", steps: int = 24) -> Learnt:
     beta = choices.preference_beta
     margins = [beta * (after - old) for after, old in zip(gaps(engine, held_out), before, strict=True)]
     right = sum(m > 0 for m in margins) / len(margins)
-    reward = (reward_before, asked.take(engine))
-    return Learnt(preset, len(training), len(held_out), steps, (0.0, sum(margins) / len(margins)), right, reward)
+    reward = (round(reward_before, 3), round(asked.take(engine), 3))
+    margin = (0.0, round(sum(margins) / len(margins), 3))
+    return FromJournal(preset, len(training), len(held_out), steps, margin, round(right, 3), reward)
 
 
 def gaps(engine: LearnerEngine, pairs: Sequence[Pair]) -> list[float]:
@@ -126,13 +116,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run_dir", type=Path, help="a finished run")
     parser.add_argument("--preset", default="dpo")
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="append one line to this file")
     options = parser.parse_args(argv)
     found = learn(RunDirectory.open(options.run_dir), options.preset, options.steps)
-    line = json.dumps(asdict(found))
-    print(line)
-    if options.json:
-        options.json.write_text(line + "\n", encoding="utf-8")
+    print(json.dumps(asdict(found)))
+    if options.json is not None:
+        JsonLines(options.json).append(asdict(found))
     return int(not (found.margin[1] > 0 and found.reward[1] > found.reward[0]))
 
 

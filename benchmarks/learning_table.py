@@ -1,8 +1,9 @@
 """What it takes to have learnt, and the table of docs/algorithms.md that says who did. Pure; rows come from a file.
 
-docs/learning.jsonl   one line per cell, as measured: curves and ages, no judgement
-TARGET                the judgement, in one place
-render(rows)          the section of the page; a test holds page and file together
+docs/learning.jsonl         one line per cell, as measured: curves and ages, no judgement
+docs/learning_pairs.jsonl   one line per journal read back
+TARGET                      the judgement, in one place
+render(cells, offline)      the section of the page; a test holds page and files together
 """
 
 from __future__ import annotations
@@ -54,8 +55,7 @@ class Target:
         )
 
     def sampled_end(self, cell: Cell) -> float:
-        tail = cell.reward[-self.last :]
-        return sum(tail) / len(tail)
+        return _mean(cell.reward[-self.last :])
 
 
 TARGET = Target()
@@ -107,6 +107,23 @@ class Cell:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class FromJournal:
+    """FromJournal("dpo", pairs=48, held_out_pairs=16, steps=24, margin=(0, 1.45), accuracy=1.0, reward=(0.11, 1.0))"""
+
+    preset: str
+    pairs: int
+    held_out_pairs: int
+    steps: int
+    margin: Sequence[float]  # on the held-out pairs; before and after
+    accuracy: float  # share of the held-out pairs with a positive margin, after
+    reward: Sequence[float]  # of greedy answers to held-out prompts; before and after
+
+    @property
+    def reached(self) -> bool:
+        return self.margin[1] > self.margin[0] and self.reward[1] >= self.reward[0] + TARGET.rise
+
+
 def online() -> list[str]:
     """Every preset that trains in the loop: policies on scored answers, then preferences on pairs of the groups."""
     return sorted(PRESETS, key=lambda name: PRESETS[name].objective != "policy")
@@ -116,8 +133,12 @@ def read(path: Path) -> list[Cell]:
     return [Cell(**row) for row in read_lines(path)]
 
 
-def render(cells: Iterable[Cell]) -> str:
-    """The section between the marks."""
+def read_pairs(path: Path) -> list[FromJournal]:
+    return [FromJournal(**row) for row in read_lines(path)]
+
+
+def render(cells: Iterable[Cell], offline: Iterable[FromJournal] = ()) -> str:
+    """The section between the marks: who learns at which staleness, then how margins rise where pairs are learnt."""
     by_place = {(c.preset, c.staleness): c for c in cells}
     if not by_place:
         raise ConfigError("nothing to render: run `headrace bench learning` first")
@@ -127,7 +148,28 @@ def render(cells: Iterable[Cell]) -> str:
     for name in ordered:
         row = [by_place.get((name, s)) for s in STALENESS]
         lines.append(f"| `{name}` | {_changed(row)} | " + " | ".join(map(_shown, row)) + " |")
-    return "\n".join([_summary(list(by_place.values())), "", *lines])
+    preferences = _preferences([c for c in by_place.values() if c.margin], offline)
+    return "\n".join([_summary(list(by_place.values())), "", *lines, *preferences])
+
+
+def _preferences(cells: Iterable[Cell], offline: Iterable[FromJournal]) -> list[str]:
+    lines = [
+        f"| `{c.preset}` | the groups of each step, staleness {c.staleness} | {_mean(c.margin[:4]):.2f} → "
+        f"{_mean(c.margin[-16:]):.2f} | {c.held_out_start:.2f} → {c.held_out_end:.2f} |"
+        for c in sorted(cells, key=lambda c: (online().index(c.preset), c.staleness))
+    ]
+    lines += [
+        f"| `{j.preset}` | a journal, read back: {j.pairs} pairs, {j.steps} steps | {j.margin[0]:.2f} → "
+        f"{j.margin[1]:.2f} ({j.accuracy:.0%} of {j.held_out_pairs} held-out pairs) | "
+        f"{j.reward[0]:.2f} → {j.reward[1]:.2f} |"
+        for j in offline
+    ]
+    head = ["", "| preset | pairs from | margin | held-out reward |", "|---|---|---|---|"]
+    return [*head, *lines] if lines else []
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
 
 
 def _summary(cells: Sequence[Cell]) -> str:
@@ -163,9 +205,9 @@ def between_marks(page: str) -> str:
     return page.split(BEGIN)[1].split(END)[0].strip()
 
 
-def write_page(page: Path, cells: Iterable[Cell]) -> None:
+def write_page(page: Path, cells: Iterable[Cell], offline: Iterable[FromJournal]) -> None:
     """Put the section into the page, whole or not at all."""
     text = page.read_text(encoding="utf-8")
     between_marks(text)
     before, after = text.split(BEGIN)[0], text.split(END)[1]
-    replace_file(page, f"{before}{BEGIN}\n{render(cells)}\n{END}{after}")
+    replace_file(page, f"{before}{BEGIN}\n{render(cells, offline)}\n{END}{after}")
