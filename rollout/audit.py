@@ -34,11 +34,12 @@ class AuditReport:
     replayed_differently: tuple[int, ...]  # steps that a restarted learner trained with other groups
     max_staleness: int
     torn_bytes: int
+    unbalanced: tuple[int, ...] = ()  # segments whose snapshot says that an ordinal vanished or appeared
 
     @property
     def conserved(self) -> bool:
         settled = self.trained + sum(self.dropped.values()) + len(self.lost) + self.in_flight
-        return self.issued == settled - len(self.duplicated)
+        return self.issued == settled - len(self.duplicated) and not self.unbalanced
 
     @property
     def clean(self) -> bool:
@@ -58,10 +59,13 @@ class Books:
         self.steps: dict[int, list[int]] = {}
         self.trained_steps = 0
         self.torn = 0
+        self.unbalanced: list[int] = []
 
-    def snapshot(self, value: dict[str, Any]) -> None:
+    def snapshot(self, value: dict[str, Any], segment: int) -> None:
         """A snapshot repeats what earlier segments said, and stands in for those that are gone."""
         ledger = value["ledger"]
+        if ledger["issued"] != len(ledger["entries"]) + ledger["committed"] + sum(ledger["dropped"].values()):
+            self.unbalanced.append(segment)
         self.issued = max(self.issued, ledger["issued"])
         self.open = {row[0] for row in ledger["entries"]}
         self.steps.update({step: list(ordinals) for step, ordinals in ledger["plan"]})
@@ -106,6 +110,7 @@ def audit(journal_dir: Path, trained_log: Path) -> AuditReport:
         replayed_differently=tuple(learner.changed),
         max_staleness=max(learner.ages.values(), default=0),
         torn_bytes=books.torn,
+        unbalanced=tuple(books.unbalanced),
     )
 
 
@@ -121,7 +126,7 @@ def read_books(folder: Path) -> Books:
         tail = Tail()
         for value in _values(folder, number, tail):
             if value[0] == "snapshot":
-                books.snapshot(value[1])
+                books.snapshot(value[1], number)
             elif value[0] == "facts":
                 for row in value[1]:
                     books.fact(row)

@@ -12,12 +12,13 @@ from typing import Any, Literal
 from rollout.errors import QueueError
 from rollout.journal_history import read_history
 from rollout.journal_segments import Ref, Tail, read_record, scan, segment_numbers, segment_path
-from rollout.selection import n_scored
-from rollout.types import Group, Verdict
+from rollout.types import Failed, Group, Scored, Status, TimedOut, Verdict
 from rollout.wire import decode_group, unpack
 from rollout.wire_verdicts import read_verdicts
 
 Fate = Literal["any", "trained", "dropped", "open"]
+Kind = Literal["scored", "failed", "timed_out", "none"]
+KINDS: dict[type, Kind] = {Scored: "scored", Failed: "failed", TimedOut: "timed_out", type(None): "none"}
 
 
 class Fates:
@@ -68,12 +69,13 @@ def read_groups(
     folder: Path,
     versions: Container[int] | None = None,
     fate: Fate = "any",
-    scored_only: bool = False,
+    verdict: Kind | None = None,
+    status: Status | None = None,
     keep: Callable[[Group], bool] | None = None,
 ) -> Iterator[Group]:
     """Every group in the journal, in the order of submission, with the verdicts it got.
 
-    versions: those its oldest token may have. fate: what became of it. scored_only: every answer has a reward.
+    versions: those its oldest token may have. fate: what became of it. verdict, status: those of every answer.
     A run may go on meanwhile: what it has settled and deleted since is passed over. A damaged record, and an open
     group whose arrays are gone, raise QueueError; what follows a torn record is not read.
     """
@@ -90,8 +92,9 @@ def read_groups(
             group = group.with_verdicts(verdicts)
         if versions is not None and group.oldest_version not in versions:
             continue
-        judged = [t.verdict for t in group.trajectories if t.verdict is not None]
-        if scored_only and n_scored(judged) < len(group.trajectories):
+        if status is not None and any(t.status is not status for t in group.trajectories):
+            continue
+        if verdict is not None and any(KINDS[type(t.verdict)] != verdict for t in group.trajectories):
             continue
         if keep is None or keep(group):
             yield group

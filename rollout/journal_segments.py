@@ -13,21 +13,22 @@ import mmap
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rollout.errors import QueueError
 from rollout.wire import Buffer
 
 TITLE = b"HEADRACE-JOURNAL-1\n"
 HEAD = struct.Struct("<4sIIQ")
+LENGTHS = struct.Struct("<IQ")
 MAGIC = b"HRec"
 PLACED = 1 << 40  # numbers from here on name payload files (rollout/placed_payloads.py)
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
+class Ref(NamedTuple):
     """Where a record lies: Ref(segment=3, offset=19, meta=118, body=4096)."""
 
     segment: int
@@ -37,7 +38,7 @@ class Ref:
 
     @property
     def row(self) -> list[int]:
-        return [self.segment, self.offset, self.meta, self.body]
+        return list(self)
 
     @property
     def body_at(self) -> int:
@@ -69,17 +70,17 @@ def placed_numbers(folder: Path) -> list[int]:
     return [int(p.stem, 16) for p in folder.glob("*.payload")]
 
 
-def checksum(meta: Buffer, body: Sequence[Buffer]) -> int:
-    """The lengths are part of it: the head's crc covers everything behind it."""
-    crc = zlib.crc32(struct.pack("<IQ", len(meta), sum(len(b) for b in body)))
-    crc = zlib.crc32(meta, crc)
-    for piece in body:
+def checksum(meta: int, body: int, pieces: Iterable[Buffer]) -> int:
+    """Of the lengths of meta and body and of what they consist of: the head's crc covers everything behind it."""
+    crc = zlib.crc32(LENGTHS.pack(meta, body))
+    for piece in pieces:
         crc = zlib.crc32(piece, crc)
     return crc
 
 
 def record_head(meta: Buffer, body: Sequence[Buffer], check: bool = True) -> bytes:
-    return HEAD.pack(MAGIC, checksum(meta, body) if check else 0, len(meta), sum(len(b) for b in body))
+    lengths = len(meta), sum(len(b) for b in body)
+    return HEAD.pack(MAGIC, checksum(*lengths, (meta, *body)) if check else 0, *lengths)
 
 
 def scan(folder: Path, number: int, tail: Tail, verify: bool = True) -> Iterator[tuple[memoryview, Ref]]:
@@ -95,31 +96,32 @@ def scan(folder: Path, number: int, tail: Tail, verify: bool = True) -> Iterator
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
             at = tail.good = len(TITLE)
             while at < size:
-                ref, why = _record(view, number, at, size, verify)
-                if ref is None:
+                if why := _torn(view, at, size, verify):
                     tail.dropped, tail.why = size - at, why
                     return
+                _, _, meta, body = HEAD.unpack_from(view, at)
                 meta_at = at + HEAD.size
-                with view[meta_at : meta_at + ref.meta] as meta:
-                    yield meta, ref
-                at = tail.good = ref.end
+                with view[meta_at : meta_at + meta] as front:
+                    yield front, Ref(number, at, meta, body)
+                at = tail.good = meta_at + meta + body
 
 
-def _record(view: memoryview, number: int, at: int, size: int, verify: bool) -> tuple[Ref | None, str]:
+def _torn(view: memoryview, at: int, size: int, verify: bool) -> str:
+    """What is wrong with the record that begins here, or nothing."""
     if size - at < HEAD.size:
-        return None, "a record's head is cut off"
+        return "a record's head is cut off"
     magic, crc, meta, body = HEAD.unpack_from(view, at)
-    ref = Ref(number, at, meta, body)
+    start = at + HEAD.size
+    end = start + meta + body
     if magic != MAGIC:
-        return None, "no record starts here"
-    if ref.end > size:
-        return None, f"a record of {ref.end - at} bytes is cut off after {size - at}"
+        return "no record starts here"
+    if end > size:
+        return f"a record of {end - at} bytes is cut off after {size - at}"
     if verify:
-        split = at + HEAD.size + meta
-        with view[at + HEAD.size : split] as front, view[split : ref.end] as back:
-            if checksum(front, (back,)) != crc:
-                return None, "a record's checksum is wrong"
-    return ref, ""
+        with view[start:end] as whole:
+            if checksum(meta, body, (whole,)) != crc:
+                return "a record's checksum is wrong"
+    return ""
 
 
 def read_record(folder: Path, ref: Ref, check: bool = True) -> tuple[memoryview, memoryview]:
@@ -132,7 +134,7 @@ def read_record(folder: Path, ref: Ref, check: bool = True) -> tuple[memoryview,
     if len(data) == ref.end - ref.offset:
         _, crc, _, _ = HEAD.unpack_from(data)
         meta, body = data[HEAD.size : HEAD.size + ref.meta], data[HEAD.size + ref.meta :]
-        if not check or checksum(meta, (body,)) == crc:
+        if not check or checksum(ref.meta, ref.body, (meta, body)) == crc:
             return meta, body
     raise QueueError(
         f"{segment_path(folder, ref.segment)} is damaged at byte {ref.offset}: a record fails its checksum"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from typing import get_args
 
 from rollout.errors import LedgerError, QueueError
 from rollout.ledger_facts import (
@@ -26,6 +27,7 @@ from rollout.ledger_facts import (
 from rollout.ledger_states import Entry, LedgerSettings, State
 from rollout.selection import shares
 
+_APPLIES = {kind: f"_apply_{kind.__name__.lower()}" for kind in get_args(Fact)}
 HELD = (State.ISSUED, State.LEASED, State.GENERATED, State.SCORED, State.TAKEN)  # these occupy slots, and more may
 
 
@@ -125,7 +127,7 @@ class Books:
 
     def apply(self, fact: Fact) -> None:
         """Make a fact so. Replay calls this too: it checks nothing and decides nothing."""
-        getattr(self, "_apply_" + type(fact).__name__.lower())(fact)
+        getattr(self, _APPLIES[type(fact)])(fact)
 
     def _move(self, entry: Entry, state: State) -> None:
         self.counts[entry.state] -= 1

@@ -26,4 +26,4 @@ def read_fact(row: Any) -> Fact:
         raise WireError("fact", f"not a fact: {str(row)[:80]}")
     if kind is Judged:
         return Judged(row[1], read_verdicts(row[2], "fact.verdicts"))
-    return kind(*(tuple(v) if isinstance(v, list) else v for v in row[1:]))
+    return kind(*[tuple(v) if type(v) is list else v for v in row[1:]])

@@ -12,9 +12,10 @@ import pytest
 from launch.export_rollouts import Filters, export_rollouts
 from launch.run_dir import RunDirectory
 from rollout.errors import ConfigError
+from rollout.journal import read_groups
 from rollout.queue_client import QueueClient
 from rollout.queue_server import QueueServer
-from rollout.types import Failed, Scored, TimedOut, Verdict
+from rollout.types import Failed, Scored, Status, TimedOut, Verdict
 from tests.rollout.queue_samples import group, settings
 
 VERDICTS: dict[int, tuple[Verdict, ...]] = {
@@ -42,6 +43,15 @@ def rows(path: Path) -> list[dict[str, Any]]:
     import pyarrow.parquet as pq
 
     return [{**row, "components": dict(row["components"])} for row in pq.read_table(path).to_pylist()]
+
+
+def test_groups_are_chosen_by_the_version_verdict_and_status_of_every_answer(run: RunDirectory) -> None:
+    def chosen(**filters: Any) -> list[int]:
+        return [g.ordinal for g in read_groups(run.journal, **filters)]
+
+    assert chosen() == [0, 1, 2] and chosen(versions={0, 2}) == [0, 2]
+    assert [chosen(verdict=v) for v in ("scored", "failed", "none")] == [[0], [], [2]]
+    assert chosen(status=Status.FINISHED) == [0, 1] and chosen(status=Status.FINISHED, verdict="scored") == [0]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

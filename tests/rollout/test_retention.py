@@ -39,7 +39,7 @@ def test_the_latest_committed_steps_stay(tmp_path: Path, retain: Retain, first: 
     """Over a restart, too."""
     run(tmp_path, retain, range(5), lengths)
     run(tmp_path, retain, range(5, STEPS), lengths)
-    found = list(read_groups(tmp_path, fate="trained", scored_only=retain != 0))
+    found = list(read_groups(tmp_path, fate="trained", verdict="scored" if retain else None))
     wanted = [group(o, 0, o // 2, lengths).with_verdicts(GOOD) for o in range(2 * first, 2 * STEPS)]
     assert [g.ordinal for g in found] == [g.ordinal for g in wanted]
     if retain:
