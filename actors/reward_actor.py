@@ -44,14 +44,14 @@ class RewardActor:
         from rollout.queue_client import QueueClient
 
         with QueueClient(self.task.queue, self.seat.name) as queue:
-            while not self._closing.is_set():
-                try:
-                    groups = queue.lease_scoring(GROUPS_PER_LEASE, LEASE_WAIT_S)
-                except Drained as end:
-                    return str(end)
-                if groups:
-                    queue.score({g.ordinal: self._verdicts(g) for g in groups})
+            try:
+                groups = queue.lease_scoring(GROUPS_PER_LEASE, LEASE_WAIT_S)
+                while not self._closing.is_set():
+                    judged = {g.ordinal: self._verdicts(g) for g in groups}
                     self._groups += len(groups)
+                    groups = queue.score_then_lease(judged, GROUPS_PER_LEASE, LEASE_WAIT_S)
+            except Drained as end:
+                return str(end)
         return "closed"
 
     def _verdicts(self, group: Group) -> tuple[Verdict, ...]:

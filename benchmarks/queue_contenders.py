@@ -136,12 +136,12 @@ def our_producer(pipe: Connection) -> None:
         with QueueClient(endpoint, "producer") as queue:
             pipe.send(time.monotonic())
             try:
+                leases = queue.lease(order["samples"] // 8, wait_s=30.0)
                 while True:
-                    leases = queue.lease(order["samples"] // 8, wait_s=30.0)
                     pairs = zip(leases, answers, strict=False)
                     groups = [Group(lease.ordinal, prompt, made, lease.attempt) for lease, made in pairs]
                     times += [(x.ordinal, time.monotonic()) for x in leases]
-                    queue.submit(groups)
+                    leases = queue.submit_then_lease(groups, order["samples"] // 8, wait_s=30.0)
             except Drained:
                 pass
         pipe.send((times, time.process_time() - began))
@@ -158,9 +158,11 @@ def our_scorer(pipe: Connection) -> None:
             pipe.send("ready")
             began = time.process_time()
             try:
+                groups = queue.lease_scoring(order["samples"] // 8, wait_s=30.0)
                 while True:
-                    groups = queue.lease_scoring(order["samples"] // 8, wait_s=30.0)
-                    queue.score({g.ordinal: verdicts for g in groups})
+                    assert all(g.columns.token_ids.size == 8 * order["tokens"] for g in groups)
+                    judged = {g.ordinal: verdicts for g in groups}
+                    groups = queue.score_then_lease(judged, order["samples"] // 8, wait_s=30.0)
             except Drained:
                 pass
         pipe.send(time.process_time() - began)
@@ -182,13 +184,18 @@ def ours(durability: str) -> None:
             producer.send((endpoint, order))
             started, began = producer.recv(), time.process_time()
             for step in range(order["steps"]):
-                groups = queue.take(step, wait_s=60.0)
+                if step == 0:
+                    groups = queue.take(step, wait_s=60.0)
+                else:  # trained and released, in one message with the next take
+                    groups = queue.trained_then_take(step - 1, step, live=True, wait_s=60.0)
                 now = time.monotonic()
                 taken.update((g.ordinal, now) for g in groups)
-                assert sum(len(g.trajectories) for g in groups) == order["samples"]
-                queue.trained(step, step + 1, live=True)  # and released
+                everything = [g.columns for g in groups]
+                assert sum(len(c.lengths) for c in everything) == order["samples"]
+                assert sum(c.behaviour_logprobs.size for c in everything) == order["samples"] * order["tokens"]
                 if step % 4 == 3:
-                    queue.commit(step)  # as after a checkpoint: what was trained is forgotten, like kv_clear
+                    queue.commit(step - 1)  # as after a checkpoint: what was trained is forgotten, like kv_clear
+            queue.trained(order["steps"] - 1, order["steps"], live=True)
             seconds = time.monotonic() - started
             queue.commit(order["steps"] - 1)
             cpu = {"consumer": time.process_time() - began}

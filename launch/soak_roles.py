@@ -13,6 +13,7 @@ import os
 import random
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import numpy as np
 from launch.soak_faults import believe_everything, core_type, disk
 from rollout.event_log import replace_file
 from rollout.ledger_states import LedgerSettings
-from rollout.queue_client import Drained, QueueClient
+from rollout.queue_client import Drained, Lease, QueueClient
 from rollout.queue_proxy import Proxy, Weather
 from rollout.queue_server import QueueServer
 from rollout.trained_log import TrainedLog
@@ -117,30 +118,35 @@ def network(plan: Plan) -> None:
 
 
 def producer(plan: Plan, name: str) -> None:
+    """Hands in and asks for more, in one message or in two."""
     rng = random.Random()
-    with plan.client(name) as queue:
+    with plan.client(name) as queue, suppress(Drained):
+        leases: list[Lease] = []
         while True:
-            try:
-                leases = queue.lease(rng.randint(1, 3), wait_s=5.0)
-            except Drained:
-                return
             version = plan.number("served")
             time.sleep(rng.random() * 0.1)
             if leases and rng.random() < 0.05:
                 queue.give_back([leases.pop().ordinal], "changed its mind", failed=False)
-            if leases:
-                queue.submit([expected_group(x.ordinal, x.attempt, version) for x in leases])
+            groups = [expected_group(x.ordinal, x.attempt, version) for x in leases]
+            if groups and rng.random() < 0.5:
+                leases = queue.submit_then_lease(groups, rng.randint(1, 3), wait_s=5.0)
+                continue
+            if groups:
+                queue.submit(groups)
+            leases = queue.lease(rng.randint(1, 3), wait_s=5.0)
 
 
 def scorer(plan: Plan, name: str) -> None:
-    with plan.client(name) as queue:
+    with plan.client(name) as queue, suppress(Drained):
+        groups: list[Group] = []
         while True:
-            try:
-                groups = queue.lease_scoring(4, wait_s=5.0)
-            except Drained:
-                return
+            verdicts = {g.ordinal: expected_verdicts(g.ordinal) for g in groups}
+            if groups and random.random() < 0.5:
+                groups = queue.score_then_lease(verdicts, 4, wait_s=5.0)
+                continue
             if groups:
-                queue.score({g.ordinal: expected_verdicts(g.ordinal) for g in groups})
+                queue.score(verdicts)
+            groups = queue.lease_scoring(4, wait_s=5.0)
 
 
 def learner(plan: Plan) -> None:

@@ -5,7 +5,7 @@ for group in read_groups(run_dir / "journal", versions=range(4, 9), fate="traine
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ class Fates:
     """Pass one: what became of each ordinal, and its verdicts."""
 
     def __init__(self, folder: Path) -> None:
-        self.verdicts: dict[int, tuple[Verdict, ...]] = {}
+        self.verdicts: dict[int, Sequence[Verdict]] = {}
         self.dropped: dict[int, str] = {}
         self.steps: dict[int, list[int]] = {}
         self.trained_steps = 0

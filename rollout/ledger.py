@@ -149,7 +149,7 @@ class Ledger(Books):
         """The first verdicts win. A group without signal is dropped at once, so that its slot is free at once."""
         outcome = self.check_score(ordinal, len(verdicts))
         if outcome == "accepted":
-            self._record(fact.Judged(ordinal, verdicts if isinstance(verdicts, tuple) else tuple(verdicts)))
+            self._record(fact.Judged(ordinal, tuple(verdicts) if isinstance(verdicts, list) else verdicts))
             self._want_signal(ordinal, verdicts)
         return outcome
 

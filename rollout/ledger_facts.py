@@ -6,6 +6,7 @@ payload of a group is not part of it (the journal keeps it beside the fact `Gene
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout.types import Verdict
@@ -46,7 +47,7 @@ class Judged:
     """One verdict per trajectory of the group."""
 
     ordinal: int
-    verdicts: tuple[Verdict, ...]
+    verdicts: Sequence[Verdict]
 
 
 @dataclass(frozen=True, slots=True)

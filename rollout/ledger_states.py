@@ -15,6 +15,7 @@ COMMITTED and DROPPED are final: the ledger forgets the ordinal and only counts 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -102,7 +103,7 @@ class Entry:
     version: int  # the version that was live at the lease; once generated, that of the oldest token
     failures: int = 0
     n_tokens: int = 0
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: Sequence[Verdict] = ()
     step: int | None = None  # the step it was taken for; a learner restart keeps it
     # Not journalled: clocks start afresh when the server does.
     deadline: float = 0.0  # of the lease, or of the scoring lease

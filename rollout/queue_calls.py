@@ -1,23 +1,22 @@
-"""What each call of a queue client does, whatever way the client waits.
+"""What each call of a queue client does, whatever way the client waits (rollout/queue_asking.py).
 
-A plan is a generator: it yields what to ask the server and is sent the answer (None if it did not come in time). So
-what a call does, says and retries is written once, and the clients differ only in how they wait.
+Whoever goes round in circles asks for the next thing as it hands in the last: `submit_then_lease`, `score_then_lease`
+and `trained_then_take` are two calls each, in one message.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 import uuid
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from rollout.errors import DeadlineError, HeadraceError, QueueError, WireError
+from rollout.errors import DeadlineError, Drained, QueueError, WireError
 from rollout.ledger_states import Lease
 from rollout.local_payloads import LocalPayloads, Place
 from rollout.placed_payloads import PayloadWriter
+from rollout.queue_asking import Asking, Plan, Work
 from rollout.queue_connection import BEAT, Connection
 from rollout.queue_keys import ClientKeys
 from rollout.queue_protocol import WAIT_SLICE, Answer, pack_blobs, split_blobs
@@ -26,31 +25,9 @@ from rollout.wire import Buffer, decode_group, encode_group, frame_bytes
 from rollout.wire_verdicts import read_verdicts, verdicts_row
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-GRACE = 5.0  # seconds an answer may come later than the wait that was asked for
 
 
-@dataclass(slots=True)
-class Ask:
-    """One request of a plan, and how long to wait for the answer."""
-
-    op: str
-    args: dict[str, Any]
-    blobs: Sequence[Buffer] = ()
-    timeout: float = WAIT_SLICE
-
-
-@dataclass(slots=True)
-class Work:
-    """Something slow on this host, in the middle of a plan: an event loop must not do it itself."""
-
-    do: Callable[[], Any]
-
-
-Plan = Generator[Ask | Work, Any, T]
-
-
-class Calls:
+class Calls(Asking):
     """Every call, as a plan that a client drives. `patience_s` bounds the calls that have no wait of their own."""
 
     def __init__(
@@ -61,9 +38,7 @@ class Calls:
         patience_s: float = 3600.0,
         beat_s: float = BEAT,
     ) -> None:
-        self.holder, self.patience_s = holder, patience_s
-        self.connection = Connection(endpoint, holder, keys, beat_s)
-        self._since_said = time.monotonic()
+        super().__init__(Connection(endpoint, holder, keys, beat_s), patience_s)
         self._local: LocalPayloads | bool | None = None  # None: not yet looked
         self._writer: PayloadWriter | None = None
         self._place_from = 0
@@ -89,6 +64,10 @@ class Calls:
         """
         return self._drive(self._submit(list(groups)))
 
+    def submit_then_lease(self, groups: Iterable[Group], n: int, wait_s: float) -> Any:
+        """`submit`, then `lease`: list[Lease]. What `lease` raises comes after the groups were stored."""
+        return self._drive(self._submit_then_lease(list(groups), n, wait_s))
+
     def give_back(self, ordinals: Iterable[int], reason: str, failed: bool = True) -> Any:
         """End leases without a group. `failed` counts against the ordinal; False is for a worker that goes away."""
         return self._drive(self._give_back(list(ordinals), reason, failed))
@@ -103,6 +82,12 @@ class Calls:
         """{ordinal: "accepted" | "duplicate" | "late"}. Raises LedgerError; then none was stored."""
         return self._drive(self._score(verdicts))
 
+    def score_then_lease(
+        self, verdicts: Mapping[int, Sequence[Verdict]], n: int, wait_s: float, full: bool = False
+    ) -> Any:
+        """`score`, then `lease_scoring`: list[Group]. What the second raises comes after the verdicts were stored."""
+        return self._drive(self._score_then_lease(verdicts, n, wait_s, full))
+
     # ---- the learner
 
     def take(self, step: int, rank: int = 0, world: int = 1, wait_s: float = 600.0) -> Any:
@@ -111,8 +96,21 @@ class Calls:
 
     def trained(self, step: int, version: int, skipped_ordinals: Iterable[int] = (), live: bool = False) -> Any:
         """The step is done. `live`: the engines serve `version` already, so release it in the same breath."""
-        args = {"step": step, "version": version, "skipped": list(skipped_ordinals)}
-        return self._drive(self._do("trained", **args, **({"live": True} if live else {})))
+        return self._drive(self._do("trained", **_trained(step, version, skipped_ordinals, live)))
+
+    def trained_then_take(
+        self,
+        step: int,
+        version: int,
+        skipped_ordinals: Iterable[int] = (),
+        live: bool = False,
+        rank: int = 0,
+        world: int = 1,
+        wait_s: float = 600.0,
+    ) -> Any:
+        """`trained(step, ...)`, then `take(step + 1, ...)`: list[Group]."""
+        done = _trained(step, version, skipped_ordinals, live)
+        return self._drive(self._trained_then_take(done, rank, world, wait_s))
 
     def release(self, version: int) -> Any:
         return self._drive(self._do("release", version=version))
@@ -143,24 +141,48 @@ class Calls:
         return [Lease(*row) for row in answer.ok["leases"]] if answer else []
 
     def _submit(self, groups: list[Group]) -> Plan[dict[int, str]]:
+        answer, _ = yield from self._hand_in(groups, lambda args, blobs: self._insist_alone("submit", args, blobs))
+        return dict(zip([g.ordinal for g in groups], answer.ok["outcomes"], strict=True))
+
+    def _submit_then_lease(self, groups: list[Group], n: int, wait_s: float) -> Plan[list[Lease]]:
+        def both(args: dict[str, Any], blobs: Sequence[Buffer]) -> Plan[tuple[Answer, str]]:
+            return self._insist_then("submit", args, "lease", {"n": n}, wait_s, blobs)
+
+        answer, _ = yield from self._hand_in(groups, both)
+        return [Lease(*row) for row in answer.ok.get("leases", ())]
+
+    def _hand_in(
+        self, groups: list[Group], ask: Callable[[dict[str, Any], Sequence[Buffer]], Plan[tuple[Answer, str]]]
+    ) -> Plan[tuple[Answer, str]]:
+        """Submit by `ask` until the server has room, and end the leases."""
         encoded = [encode_group(g) for g in groups]
-        ordinals = [g.ordinal for g in groups]
         places = yield from self._placed(encoded)
         while True:
             sent = [(h, () if place else f) for (h, f), place in zip(encoded, places, strict=True)]
             counts, blobs = pack_blobs(sent)
             args = {"groups": counts, "places": places} if any(places) else {"groups": counts}
-            answer = yield from self._insist("submit", args, blobs)
+            try:
+                answer, why = yield from ask(args, blobs)
+            except Drained:  # said to what follows: the groups are in
+                self._end_leases(groups)
+                raise
             if "unplaced" in answer.ok and self._writer:
                 self._writer.abandon()
                 places = [None] * len(places)
                 continue
             if "busy" not in answer.ok:
-                break
-            yield from self._await("room", {"bytes": answer.ok["busy"], "ordinals": ordinals}, WAIT_SLICE)
-        for ordinal in ordinals:
-            self.connection.leases.pop(ordinal, None)
-        return dict(zip(ordinals, answer.ok["outcomes"], strict=True))
+                self._end_leases(groups)
+                return answer, why
+            room = {"bytes": answer.ok["busy"], "ordinals": [g.ordinal for g in groups]}
+            yield from self._await("room", room, WAIT_SLICE)
+
+    def _end_leases(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            if self.connection.leases.get(group.ordinal) == group.attempt:
+                del self.connection.leases[group.ordinal]
+
+    def _insist_alone(self, op: str, args: dict[str, Any], blobs: Sequence[Buffer]) -> Plan[tuple[Answer, str]]:
+        return (yield from self._insist(op, args, blobs)), ""
 
     def _placed(self, encoded: Sequence[tuple[bytes, list[Buffer]]]) -> Plan[list[list[int] | None]]:
         """Write large groups where the server would, if this is its host: the place of each, None for those to send."""
@@ -184,10 +206,7 @@ class Calls:
     def _lease_scoring(self, n: int, wait_s: float, full: bool) -> Plan[list[Group]]:
         local = yield from self._locally()
         answer, _ = yield from self._await("lease_scoring", {"n": n, "full": full, "local": local}, wait_s)
-        if answer is None:
-            return []
-        blobs = self._bodies(answer)
-        return (yield from self._decoded(answer.ok["ordinals"], blobs, [None] * len(blobs)))
+        return (yield from self._opened(answer)) if answer else []
 
     def _score(self, verdicts: Mapping[int, Sequence[Verdict]]) -> Plan[dict[int, str]]:
         rows = [[ordinal, verdicts_row(values)] for ordinal, values in verdicts.items()]
@@ -197,15 +216,32 @@ class Calls:
             self.connection.scoring.difference_update(verdicts)
         return dict(zip(verdicts, answer.ok["outcomes"], strict=True))
 
+    def _score_then_lease(
+        self, verdicts: Mapping[int, Sequence[Verdict]], n: int, wait_s: float, full: bool
+    ) -> Plan[list[Group]]:
+        rows = [[ordinal, verdicts_row(values)] for ordinal, values in verdicts.items()]
+        asked = {"n": n, "full": full, "local": (yield from self._locally())}
+        try:
+            answer, _ = yield from self._insist_then("score", {"verdicts": rows}, "lease_scoring", asked, wait_s, ())
+        finally:
+            self.connection.scoring.difference_update(verdicts)
+        return (yield from self._opened(answer)) if "ordinals" in answer.ok else []
+
     def _take(self, step: int, rank: int, world: int, wait_s: float) -> Plan[list[Group]]:
         local = yield from self._locally()
         asked = {"step": step, "rank": rank, "world": world, "local": local}
         answer, why = yield from self._await("take", asked, wait_s)
         if answer is None:
             raise DeadlineError(f"step {step}", wait_s, why)
-        blobs = self._bodies(answer)
-        verdicts = [read_verdicts(rows, "reply.verdicts") for rows in answer.ok["verdicts"]]
-        return (yield from self._decoded(answer.ok["ordinals"], blobs, verdicts))
+        return (yield from self._opened(answer))
+
+    def _trained_then_take(self, done: dict[str, Any], rank: int, world: int, wait_s: float) -> Plan[list[Group]]:
+        step = done["step"] + 1
+        asked = {"step": step, "rank": rank, "world": world, "local": (yield from self._locally())}
+        answer, why = yield from self._insist_then("trained", done, "take", asked, wait_s, ())
+        if "ordinals" not in answer.ok:
+            raise DeadlineError(f"step {step}", wait_s, why)
+        return (yield from self._opened(answer))
 
     def _locally(self) -> Plan[bool]:
         """Whether the payload can be read where it lies; found out once."""
@@ -222,19 +258,19 @@ class Calls:
         """(header, frames) of each group; frames that lie in the journal are fetched when they are decoded."""
         if "places" not in answer.ok:
             return split_blobs(answer.ok["groups"], answer.blobs, "reply")
+        if isinstance(self._local, LocalPayloads):
+            self._local.of_life(answer.epoch)
         return [(header, Place(place)) for header, place in zip(answer.blobs, answer.ok["places"], strict=True)]
 
-    def _decoded(
-        self,
-        ordinals: Sequence[int],
-        blobs: Sequence[tuple[Buffer, Sequence[Buffer]]],
-        verdicts: Sequence[Sequence[Verdict] | None],
-    ) -> Plan[list[Group]]:
+    def _opened(self, answer: Answer) -> Plan[list[Group]]:
         """The groups; one whose arrays are not what they must be is taken out of the run, with a reason."""
+        ordinals, blobs = answer.ok["ordinals"], self._bodies(answer)
+        rows = answer.ok.get("verdicts") or [None] * len(ordinals)
         groups, bad = [], {}
-        for ordinal, (header, frames), judged in zip(ordinals, blobs, verdicts, strict=True):
+        for ordinal, (header, frames), row in zip(ordinals, blobs, rows, strict=True):
             try:
-                if isinstance(frames, Place) and self._local:
+                judged = None if row is None else read_verdicts(row, "reply.verdicts")
+                if isinstance(frames, Place) and isinstance(self._local, LocalPayloads):
                     frames = [self._local.body(frames)]
                 groups.append(decode_group(header, frames, judged))
             except WireError as error:
@@ -250,43 +286,7 @@ class Calls:
     def _stats(self) -> Plan[dict[str, Any]]:
         return (yield from self._insist("stats", {})).ok["stats"]
 
-    # ---- waiting
 
-    def _insist(self, op: str, args: dict[str, Any], blobs: Sequence[Buffer] = ()) -> Plan[Answer]:
-        """The answer to a request that the server answers at once, however long the server is away."""
-        since = time.monotonic()
-        while (waited := time.monotonic() - since) < self.patience_s:
-            answer = yield Ask(op, args, blobs, min(WAIT_SLICE, self.patience_s - waited))
-            if answer is not None:
-                return answer
-            self._say(op, since, "the queue server does not answer")
-        raise DeadlineError(f"an answer of the queue server at {self.connection.endpoint} to '{op}'", self.patience_s)
-
-    def _await(self, op: str, args: dict[str, Any], wait_s: float) -> Plan[tuple[Answer | None, str]]:
-        """The answer to a request that may have to wait, or (None, what it waited for) once wait_s is over."""
-        since, why = time.monotonic(), "the queue server, which is there, but its answers are lost"
-        while True:
-            left = max(0.0, wait_s - (time.monotonic() - since))
-            part = min(left, WAIT_SLICE)
-            answer = yield Ask(op, {**args, "wait": part}, (), part + min(GRACE, 1.0 + wait_s))
-            if answer is not None and "waiting" not in answer.ok:
-                return answer, ""
-            if answer is not None:
-                why = answer.ok["waiting"]
-            elif self.connection.silent:
-                why = "the queue server does not answer"
-            if time.monotonic() - since >= wait_s:
-                return None, why
-            self._say(op, since, why)
-
-    def _say(self, op: str, since: float, why: str) -> None:
-        """A blocked call says what it waits for, every 30 s."""
-        now = time.monotonic()
-        if now - max(self._since_said, since) >= WAIT_SLICE - 1.0:
-            self._since_said = now
-            log.warning("%s has waited %.0f s in '%s': %s", self.holder, now - since, op, why)
-
-
-def resume(plan: Plan[Any], answer: Answer | HeadraceError | None) -> Ask | Work:
-    """Go on with the plan: with the answer, or with the server's error raised where the plan asked."""
-    return plan.throw(answer) if isinstance(answer, HeadraceError) else plan.send(answer)
+def _trained(step: int, version: int, skipped: Iterable[int], live: bool) -> dict[str, Any]:
+    args = {"step": step, "version": version, "skipped": list(skipped)}
+    return {**args, "live": True} if live else args

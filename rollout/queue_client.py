@@ -1,8 +1,9 @@
 """Clients of the queue: QueueClient blocks, AsyncQueueClient awaits; the same calls (rollout/queue_calls.py).
 
 with QueueClient(endpoint, "rollout-0") as queue:
-    for lease in queue.lease(4, wait_s=30):
-        queue.submit([generate(lease)])
+    leases = queue.lease(4, wait_s=30)
+    while True:  # until Drained is raised
+        leases = queue.submit_then_lease(map(generate, leases), 4, wait_s=30)
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 from rollout.errors import Drained, HeadraceError
 from rollout.ledger_states import Lease
-from rollout.queue_calls import Calls, Plan, Work, resume
+from rollout.queue_asking import Plan, Work, resume
+from rollout.queue_calls import Calls
 
 __all__ = ["AsyncQueueClient", "Drained", "Lease", "QueueClient"]
 

@@ -83,9 +83,10 @@ class Connection:
             if self._closing:
                 raise QueueError(f"the queue client of {self.holder} is closed")
             self._seq += 1
-            self._leases_asked |= op in ("lease", "lease_scoring")
             frames = request_frames(op, self.client, self._seq, self.holder, args, blobs)
-            pending = Pending(op, frames, Future(), self._seq)
+            last = args["then"]["op"] if "then" in args else op
+            self._leases_asked |= last in ("lease", "lease_scoring")
+            pending = Pending(last, frames, Future(), self._seq)
             pending.future.set_running_or_notify_cancel()  # it cannot be cancelled, only abandoned
             self._asked.append(pending)
         return pending

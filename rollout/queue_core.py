@@ -39,6 +39,7 @@ class Reply:
 
     ok: dict[str, Any] = field(default_factory=dict)
     blobs: Sequence[Buffer] = ()
+    done: bool = True  # False: the client must do something first, and ask again
 
 
 class QueueCore:
@@ -115,10 +116,10 @@ class QueueCore:
         outcomes = [self.ledger.check_submit(h.ordinal, h.attempt, r.holder) for h, *_ in groups]
         arriving = sum(h.body for (h, *_), o in zip(groups, outcomes, strict=True) if o == "accepted")
         if not self._admits(arriving, [h.ordinal for h, *_ in groups]):
-            return Reply({"busy": arriving})
+            return Reply({"busy": arriving}, done=False)
         accepted = [g for g, o in zip(groups, outcomes, strict=True) if o == "accepted"]
         if not all(self.journal.placed.holds(place) for *_, place in accepted if place):
-            return Reply({"unplaced": True})
+            return Reply({"unplaced": True}, done=False)
         for group in accepted:
             header = group[0]
             self.ledger.submit(header.ordinal, header.attempt, r.holder, header.n_tokens, header.oldest_version, now)

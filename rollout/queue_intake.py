@@ -59,7 +59,7 @@ def read_leases(r: Request) -> dict[int, int]:
     return leases
 
 
-def read_scores(r: Request) -> list[tuple[int, tuple[Verdict, ...]]]:
+def read_scores(r: Request) -> list[tuple[int, Sequence[Verdict]]]:
     """[[ordinal, verdicts], ...] of a request."""
     scores = []
     for i, row in enumerate(r.list("verdicts")):

@@ -7,6 +7,9 @@ Groups are blobs: for each one its own header, then as many frames as `groups` s
 exactly once per time it arrives, and every request may arrive twice: (client, seq) names it, and doing it again has no
 further effect.
 
+One request may ask for two things: "then": {"op": "lease", "n": 8, "wait": 30.0} is seen to once the request itself
+is done, and the answer says both. If only the second fails, "end" holds its error.
+
     op             arguments                                 answer                     waits for
     lease          n, wait                                   leases                     slots
     submit         groups, places                            outcomes, or busy          (then ask for `room`)
@@ -26,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +39,7 @@ from rollout.wire_fields import Fields
 
 SCHEMA = 1
 MAX_FRAMES = 1 << 20
+FOLLOWS = ("lease", "lease_scoring", "take")
 WAIT_SLICE = 30.0  # seconds a request is parked before the server says what it waits for
 
 ERRORS: dict[str, type[HeadraceError]] = {
@@ -58,6 +63,18 @@ class Request(Fields):
         self.holder = self.str("holder", 256)
         self.blobs = frames[1:]
 
+    def follow(self) -> Request | None:
+        """What is asked for once this is done."""
+        if "then" not in self.value:
+            return None
+        follow = copy(self)
+        follow.value, follow.path, follow.blobs = self.map("then"), "request.then", ()
+        follow.op = follow.str("op", 32)
+        if follow.op not in FOLLOWS:
+            raise WireError("request.then.op", f"{follow.op!r} does not follow; these do: {', '.join(FOLLOWS)}")
+        follow.number("wait", 0.0, WAIT_SLICE)
+        return follow
+
     @property
     def key(self) -> str:
         return f"{self.client}:{self.seq}"
@@ -75,8 +92,19 @@ def reply_frames(seq: int, epoch: str, ok: dict[str, Any], blobs: Sequence[Buffe
 
 
 def error_frames(seq: int, epoch: str, error: HeadraceError) -> list[Buffer]:
-    row = [type(error).__name__, list(error.args)]
-    return [pack({"schema": SCHEMA, "seq": seq, "epoch": epoch, "error": row})]
+    return [pack({"schema": SCHEMA, "seq": seq, "epoch": epoch, "error": error_row(error)})]
+
+
+def error_row(error: HeadraceError) -> list[Any]:
+    return [type(error).__name__, list(error.args)]
+
+
+def read_error(row: Any, path: str) -> HeadraceError:
+    f = Fields.of_row(row, path, ("kind", "args"))
+    kind = ERRORS.get(f.str("kind", 32))
+    if kind is None:
+        raise WireError(f"{path}.kind", f"{f.value['kind']!r} is unknown")
+    return kind(*f.list("args"))
 
 
 def read_reply(frames: Sequence[Buffer]) -> tuple[int, str, dict[str, Any] | HeadraceError, Sequence[Buffer]]:
@@ -88,11 +116,7 @@ def read_reply(frames: Sequence[Buffer]) -> tuple[int, str, dict[str, Any] | Hea
     seq, epoch = f.int("seq", 0, 1 << 62), f.str("epoch", 64)
     if "error" not in f.value:
         return seq, epoch, f.map("ok"), frames[1:]
-    row = Fields.of_row(f.get("error"), "reply.error", ("kind", "args"))
-    kind = ERRORS.get(row.str("kind", 32))
-    if kind is None:
-        raise WireError("reply.error.kind", f"{row.value['kind']!r} is unknown")
-    return seq, epoch, kind(*row.list("args")), frames[1:]
+    return seq, epoch, read_error(f.get("error"), "reply.error"), frames[1:]
 
 
 def pack_blobs(groups: Sequence[tuple[Buffer, Sequence[Buffer]]]) -> tuple[list[int], list[Buffer]]:

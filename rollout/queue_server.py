@@ -16,7 +16,6 @@ import logging
 import threading
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from rollout.ledger_states import LedgerSettings
 from rollout.queue_core import QueueCore, Reply
 from rollout.queue_figures import describe
 from rollout.queue_keys import ServerKeys
+from rollout.queue_parking import Parked, Parking, handle_second
 from rollout.queue_protocol import WAIT_SLICE, Request, error_frames, reply_frames
 from rollout.queue_transport import COPY_BELOW, Gatekeeper, private_ipc, readable, router
 from rollout.retention import Retain
@@ -40,16 +40,6 @@ log = logging.getLogger(__name__)
 TICK = 0.25  # seconds between looks at deadlines
 TURN = 512  # requests received before they are flushed and answered
 TURN_BYTES = 64 << 20
-
-
-@dataclass(slots=True)
-class Parked:
-    """A request that waits: it is tried again whenever something has changed."""
-
-    request: Request
-    route: bytes
-    until: float
-    why: str
 
 
 class QueueServer:
@@ -75,9 +65,9 @@ class QueueServer:
         self.segment_bytes, self.retain, self.disk = segment_bytes, retain, disk
         self.endpoint = ""
         self.epoch = uuid.uuid4().hex[:12]
-        self._parked: dict[tuple[str, int], Parked] = {}
+        self._parking = Parking()
         self._outbox: list[tuple[bytes, list[Buffer]]] = []
-        self._seen_changes, self._last_tick = -1, 0.0
+        self._last_tick = 0.0
         self._gauges: dict[str, Any] = {}
         self._counters = {"requests": 0, "refused": 0, "undeliverable": 0, "stalls": 0}
         self._stalled = ""
@@ -200,56 +190,35 @@ class QueueServer:
         return sum(map(len, frames))
 
     def _answer(self, request: Request, route: bytes, now: float) -> None:
+        follow, key = request.follow(), (request.client, request.seq)
         answer = self.core.handle(request, now)
+        before: dict[str, Any] | None = None
+        if follow is not None and isinstance(answer, Reply) and answer.done:
+            doubled = self._parking.parked.get(key)
+            before = doubled.before if doubled and doubled.before else answer.ok
+            request, answer = follow, handle_second(self.core, follow, now)
         if isinstance(answer, Reply):
             if request.op == "beat":
-                answer.ok["unknown"] = self._compare(request, route)
+                answer.ok["unknown"] = self._parking.compare(request, route)
             elif request.op == "stats":
-                answer.ok["stats"] |= {"waiting": self._who_waits(), "server": dict(self._counters)}
-            self._parked.pop((request.client, request.seq), None)
-            self._outbox.append((route, reply_frames(request.seq, self.epoch, answer.ok, answer.blobs)))
+                answer.ok["stats"] |= {"waiting": self._parking.who_waits(), "server": dict(self._counters)}
+            self._parking.parked.pop(key, None)
+            self._reply(route, request.seq, answer, before)
         elif (wait := request.number("wait", 0.0, WAIT_SLICE)) > 0:
-            self._parked[request.client, request.seq] = Parked(request, route, now + wait, answer.why)
+            self._parking.parked[key] = Parked(request, route, now + wait, answer.why, before)
         else:
-            self._outbox.append((route, reply_frames(request.seq, self.epoch, {"waiting": answer.why})))
+            self._reply(route, request.seq, Reply({"waiting": answer.why}), before)
 
-    def _compare(self, beat: Request, route: bytes) -> list[int]:
-        """Requests that a client waits for and that are not parked here: lost, or answered by a lost reply.
-
-        Those that are parked will be answered to where it is now; those it no longer waits for are forgotten.
-        """
-        asks = set(beat.ints("outstanding", 0, 1 << 62))
-        parked = {seq: p for (client, seq), p in self._parked.items() if client == beat.client}
-        for seq, request in parked.items():
-            if seq in asks:
-                request.route = route
-            elif seq < beat.seq:
-                del self._parked[beat.client, seq]
-        return [seq for seq in asks if seq not in parked]
+    def _reply(self, route: bytes, seq: int, answer: Reply, before: dict[str, Any] | None) -> None:
+        ok = {**before, **answer.ok} if before else answer.ok
+        self._outbox.append((route, reply_frames(seq, self.epoch, ok, answer.blobs)))
 
     def _serve_parked(self, now: float, thorough: bool) -> None:
-        """Those who wait, in the order they came, if anything has changed; and those whose wait is over.
-
-        Once per tick what they wait for is put into words afresh; in between only those are tried who may be served.
-        """
-        changed, self._seen_changes = self.core.changes != self._seen_changes, self.core.changes
-        for key, parked in list(self._parked.items()) if changed else ():
-            if not (thorough or self.core.ledger.may_serve(parked.request.op)):
-                continue
-            try:
-                answer = self.core.handle(parked.request, now)
-            except HeadraceError as error:
-                del self._parked[key]
-                self._outbox.append((parked.route, error_frames(key[1], self.epoch, error)))
-                continue
+        for parked, answer in self._parking.served(self.core, now, thorough):
             if isinstance(answer, Reply):
-                del self._parked[key]
-                self._outbox.append((parked.route, reply_frames(key[1], self.epoch, answer.ok, answer.blobs)))
+                self._reply(parked.route, parked.request.seq, answer, parked.before)
             else:
-                parked.why = answer.why
-        for key in [k for k, p in self._parked.items() if now >= p.until]:
-            parked = self._parked.pop(key)
-            self._outbox.append((parked.route, reply_frames(key[1], self.epoch, {"waiting": parked.why})))
+                self._outbox.append((parked.route, error_frames(parked.request.seq, self.epoch, answer)))
 
     def _flush(self) -> None:
         """Return once everything is durable, however long the disk refuses."""
@@ -292,8 +261,5 @@ class QueueServer:
             log.error("cannot write the event %s %s: %s", event, fields, error)
 
     def _publish(self) -> None:
-        figures = {"waiting": self._who_waits(), "server": dict(self._counters), "stalled": self._stalled}
+        figures = {"waiting": self._parking.who_waits(), "server": dict(self._counters), "stalled": self._stalled}
         self._gauges = {**describe(self.core), **figures}
-
-    def _who_waits(self) -> list[str]:
-        return [f"{p.request.holder} waits for {p.why}" for p in self._parked.values()]

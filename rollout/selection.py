@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rollout.ledger_states import Entry, LedgerSettings, State
 from rollout.types import Scored, Verdict
+from rollout.verdict_columns import ScoreColumns
 
 SIGNAL = 1e-6  # verdicts closer together than this carry no signal
 
@@ -111,11 +112,15 @@ def shares(tokens: Mapping[int, int], world: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(part, key=order.__getitem__)) for part in dealt]
 
 
-def n_scored(verdicts: Iterable[Verdict]) -> int:
-    return sum(isinstance(v, Scored) for v in verdicts)
+def n_scored(verdicts: Sequence[Verdict]) -> int:
+    return len(verdicts) if isinstance(verdicts, ScoreColumns) else sum(isinstance(v, Scored) for v in verdicts)
 
 
-def has_signal(verdicts: Iterable[Verdict], metric: str | None) -> bool:
+def has_signal(verdicts: Sequence[Verdict], metric: str | None) -> bool:
     """Whether the scored answers differ: in `metric` if it is named, else in value. One answer alone always counts."""
-    values = [v.components.get(metric, v.value) if metric else v.value for v in verdicts if isinstance(v, Scored)]
+    if isinstance(verdicts, ScoreColumns):
+        values = verdicts.column(metric)
+    else:
+        scores = [v for v in verdicts if isinstance(v, Scored)]
+        values = [v.components.get(metric, v.value) if metric else v.value for v in scores]
     return len(values) < 2 or max(values) - min(values) > SIGNAL

@@ -11,7 +11,7 @@ One filled-in group, G = 2 answers to a prompt of 5 tokens:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -110,12 +110,34 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """The answers of one group end to end, n tokens in all: Columns(int32[15], bool[15], float32[15], (3, 12))."""
+
+    token_ids: Int32
+    loss_mask: Bool
+    behaviour_logprobs: Float32
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory]) -> Columns:
+        return cls(
+            np.concatenate([t.token_ids for t in trajectories]),
+            np.concatenate([t.loss_mask for t in trajectories]),
+            np.concatenate([t.behaviour_logprobs for t in trajectories]),
+            tuple(map(len, trajectories)),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The G trajectories of one ordinal: the unit of lease, transfer, advantage, staleness and release."""
+    """The G trajectories of one ordinal: the unit of lease, transfer, advantage, staleness and release.
+
+    `trajectories` is a tuple, or for a group from the queue a sequence that makes its items when they are touched.
+    """
 
     ordinal: int
     prompt_ids: Int32
-    trajectories: tuple[Trajectory, ...]
+    trajectories: Sequence[Trajectory]
     attempt: int = 0  # which lease of the ordinal produced it, 0 for the first
 
     @property
@@ -133,7 +155,13 @@ class Group:
         """Answer tokens of the whole group (the prompt not counted)."""
         return sum(len(t) for t in self.trajectories)
 
-    def with_verdicts(self, verdicts: tuple[Verdict, ...]) -> Group:
+    @property
+    def columns(self) -> Columns:
+        """The answers end to end: no copies for a group that came from the queue in one piece."""
+        made = getattr(self.trajectories, "columns", None)
+        return made if isinstance(made, Columns) else Columns.of(self.trajectories)
+
+    def with_verdicts(self, verdicts: Sequence[Verdict]) -> Group:
         """The same group, scored. Raises ValueError if the counts differ."""
         if len(verdicts) != len(self.trajectories):
             raise ValueError(f"{len(verdicts)} verdicts for {len(self.trajectories)} trajectories")

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollout.errors import WireError
 from rollout.types import Failed, Scored, TimedOut, Verdict
+from rollout.verdict_columns import ScoreColumns
 from rollout.wire_fields import Fields
 
 
@@ -39,19 +40,13 @@ def read_verdict(row: Any, field: str) -> Verdict:
     raise WireError(field, f"not a verdict: {str(row)[:80]}")
 
 
-class Verdicts(tuple[Verdict, ...]):
-    """The verdicts of one group, with the row they were read from: whoever passes them on need not make it anew."""
-
-    row: list[Any]
-
-
 def verdicts_row(verdicts: Sequence[Verdict | None]) -> list[Any]:
     """The verdicts of one group. All scored, in the same components, is the usual case and travels as columns:
 
     ["scored", [1.0, 0.0], {"exact": [1.0, 0.0]}]      otherwise      ["mixed", [row, row, None]]
     """
-    if isinstance(verdicts, Verdicts):
-        return verdicts.row
+    if isinstance(verdicts, ScoreColumns):
+        return ["scored", verdicts.values, verdicts.components]
     first = verdicts[0] if verdicts else None
     if isinstance(first, Scored):
         names = list(first.components)
@@ -61,29 +56,23 @@ def verdicts_row(verdicts: Sequence[Verdict | None]) -> list[Any]:
     return ["mixed", [verdict_row(v) for v in verdicts]]
 
 
-def read_verdicts(row: Any, field: str) -> tuple[Verdict, ...]:
+def read_verdicts(row: Any, field: str) -> Sequence[Verdict]:
     """One verdict for each trajectory."""
-    verdicts = Verdicts(read_optional_verdicts(row, field))  # type: ignore[arg-type]
+    verdicts = read_optional_verdicts(row, field)
     if row[0] == "mixed" and None in verdicts:
         raise WireError(field, "a trajectory has no verdict")
-    verdicts.row = row
-    return verdicts
+    return verdicts  # type: ignore[return-value]
 
 
-def read_optional_verdicts(row: Any, field: str) -> tuple[Verdict | None, ...]:
+def read_optional_verdicts(row: Any, field: str) -> Sequence[Verdict | None]:
+    """Scores come as columns: each becomes an object when it is touched."""
     match row:
         case ["scored", list(values), dict(columns)] if all(
             isinstance(name, str) and isinstance(c, list) and len(c) == len(values) for name, c in columns.items()
         ):
             if not (_finite(*values) and all(_finite(*c) for c in columns.values())):
                 raise WireError(field, "a value is not a finite number")
-            if not columns:
-                return tuple(Scored(v) for v in values)
-            if len(columns) == 1:
-                ((name, column),) = columns.items()
-                return tuple([Scored(v, {name: c}) for v, c in zip(values, column, strict=True)])
-            rows = zip(*columns.values(), strict=True)
-            return tuple(Scored(v, dict(zip(columns, c, strict=True))) for v, c in zip(values, rows, strict=True))
+            return ScoreColumns(values, columns)
         case ["mixed", list(rows)]:
             return tuple(None if r is None else read_verdict(r, f"{field}[{i}]") for i, r in enumerate(rows))
     raise WireError(field, f"not verdicts: {str(row)[:80]}")
@@ -97,7 +86,7 @@ def _text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def verdicts_or_none(f: Fields, n: int) -> tuple[Verdict | None, ...]:
+def verdicts_or_none(f: Fields, n: int) -> Sequence[Verdict | None]:
     if f.get("verdicts") is None:
         return (None,) * n
     verdicts = read_optional_verdicts(f.get("verdicts"), "group.verdicts")

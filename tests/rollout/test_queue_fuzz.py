@@ -69,7 +69,10 @@ def requests() -> list[list[bytes]]:
         "give_back": {"leases": [[0, 0]], "reason": "x", "failed": True},
         "beat": {"leases": [[0, 0]], "scoring": [0], "outstanding": [1]},
         "lease_scoring": {"n": 1, "full": False, "local": False, "wait": 0.0},
-        "score": {"verdicts": [[0, ["scored", [1.0, 0.0], {}]]]},
+        "score": {
+            "verdicts": [[0, ["scored", [1.0, 0.0], {}]]],
+            "then": {"op": "lease_scoring", "n": 1, "full": False, "local": False, "wait": 0.0},
+        },
         "take": {"step": 0, "rank": 0, "world": 1, "local": False, "wait": 0.0},
         "trained": {"step": 0, "version": 1, "skipped": []},
         "release": {"version": 1},

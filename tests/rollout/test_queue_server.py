@@ -15,9 +15,11 @@ from rollout.audit import audit
 from rollout.errors import ConfigError, DeadlineError, Drained, LedgerError, QueueError, WireError
 from rollout.queue_client import AsyncQueueClient, QueueClient
 from rollout.queue_keys import create_keys, load_client_keys, load_server_keys
+from rollout.queue_protocol import Request
 from rollout.queue_server import QueueServer
 from rollout.trained_log import TrainedLog
 from rollout.types import Group
+from rollout.wire import pack
 from tests.rollout.queue_samples import FLAT, GOOD, group, same, settings
 
 pytestmark = pytest.mark.timeout(60)
@@ -292,3 +294,74 @@ async def test_leases_of_a_cancelled_call_go_back(server: QueueServer) -> None:
         while (await client.stats())["counts"]["leased"] != 3:  # noqa: ASYNC110 (another process's state)
             await asyncio.sleep(0.05)
         assert (await client.stats())["counts"]["issued"] == 1
+
+
+def test_two_calls_in_one_message(client: QueueClient, server: QueueServer) -> None:
+    """Whoever goes round in circles hands in the last thing and gets the next one."""
+    leases = client.lease(1, wait_s=5.0)
+    more = client.submit_then_lease([group(x.ordinal, x.attempt) for x in leases], 9, wait_s=5.0)
+    assert [x.ordinal for x in more] == [1, 2, 3] and set(client.connection.leases) == {1, 2, 3}
+    (first,) = client.lease_scoring(9, wait_s=5.0)
+    client.submit([group(1)])
+    (second,) = client.score_then_lease({first.ordinal: GOOD}, 9, wait_s=5.0, full=True)
+    assert same(second, group(1)) and client.connection.scoring == {1}
+    assert client.score_then_lease({1: GOOD}, 9, wait_s=0.1) == [] and client.connection.scoring == set()
+    assert [g.ordinal for g in client.take(0, wait_s=5.0)] == [0, 1]
+    client.submit([group(2), group(3)])
+    client.score({2: GOOD, 3: GOOD})
+    assert [g.ordinal for g in client.trained_then_take(0, 1, live=True, wait_s=5.0)] == [2, 3]
+    assert server.core.ledger.live == 1
+    with pytest.raises(DeadlineError, match="step 2 has 0 of 2"):
+        client.trained_then_take(1, 2, wait_s=0.1)
+    assert server.core.ledger.version == 2 and client.stats()["conserved"]
+
+
+def test_what_follows_waits_and_says_both(client: QueueClient, server: QueueServer) -> None:
+    leases = client.lease(4, wait_s=5.0)
+    got: list[list[int]] = []
+    groups = [group(x.ordinal, x.attempt) for x in leases]
+
+    def hand_in() -> None:
+        got.append([x.ordinal for x in client.submit_then_lease(groups, 2, wait_s=30.0)])
+
+    with QueueClient(server.endpoint, "others") as others:
+        waiter = threading.Thread(target=hand_in)
+        waiter.start()
+        while not any("free slot" in w for w in others.stats()["waiting"]):
+            time.sleep(0.01)
+        assert others.stats()["counts"]["generated"] == 4, "stored although the answer is still to come"
+        others.score({o: GOOD for o in range(4)})
+        others.take(0, wait_s=5.0)
+        others.trained(0, 1, live=True)
+        waiter.join(10.0)
+    assert got == [[4, 5]] and client.connection.leases == {4: 0, 5: 0}
+
+
+def test_an_error_of_either_part_leaves_the_other_as_it_should_be(client: QueueClient, server: QueueServer) -> None:
+    client.lease(2, wait_s=5.0)
+    with pytest.raises(LedgerError, match="were issued"):
+        client.submit_then_lease([group(7)], 9, wait_s=5.0)
+    assert server.core.ledger.issued == 2, "the first part was refused, so nothing was leased"
+    client.drain("enough")
+    client.submit([group(1)])
+    with pytest.raises(Drained, match="enough"):
+        client.submit_then_lease([group(0)], 9, wait_s=5.0)
+    assert client.stats()["counts"]["generated"] == 2 and not client.connection.leases
+    first, second = client.lease_scoring(9, wait_s=5.0)
+    with pytest.raises(Drained):
+        client.score_then_lease({first.ordinal: GOOD, second.ordinal: GOOD}, 9, wait_s=5.0)
+    assert not client.connection.scoring and client.stats()["counts"]["scored"] == 2
+
+
+@pytest.mark.parametrize("then", [{"op": "commit", "step": 0, "wait": 1.0}, {"n": 1}, [], {"op": "lease", "n": 1}, 5])
+def test_what_may_follow_is_checked_before_anything_is_done(then: object) -> None:
+    request = Request([pack({"schema": 1, "op": "score", "client": "c", "seq": 1, "holder": "h", "then": then})])
+    with pytest.raises(WireError, match=r"request\.then"):
+        request.follow()
+
+
+async def test_the_asyncio_client_does_two_calls_in_one_message(server: QueueServer) -> None:
+    async with AsyncQueueClient(server.endpoint, "a") as client:
+        leases = await client.lease(1, wait_s=5.0)
+        more = await client.submit_then_lease([group(x.ordinal, x.attempt) for x in leases], 1, wait_s=5.0)
+        assert [x.ordinal for x in more] == [1]

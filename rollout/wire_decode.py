@@ -1,0 +1,97 @@
+"""From a header and frames to a group: all is checked at once, and an answer becomes an object when it is touched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import numpy as np
+
+from rollout.errors import WireError
+from rollout.types import Columns, Group, Trajectory, Verdict
+from rollout.wire_body import Body, Column, apart, check_boolean, check_finite, together
+from rollout.wire_fields import Buffer
+from rollout.wire_header import STATUSES, GroupHeader, read_header
+
+NOTHING: Mapping[str, np.ndarray] = {}
+
+
+@dataclass(slots=True, eq=False)
+class Arrived(Sequence[Trajectory]):
+    """The trajectories of a group that came over the wire: the header, the columns, and the objects once asked for."""
+
+    header: GroupHeader
+    tokens: Column
+    logprobs: Column | None  # None: only the tokens came
+    masks: Column | None
+    verdicts: Sequence[Verdict | None]
+    extras: dict[int, dict[str, np.ndarray]]
+    made: tuple[Trajectory, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.header.lengths)
+
+    @overload
+    def __getitem__(self, i: int) -> Trajectory: ...
+    @overload
+    def __getitem__(self, i: slice) -> tuple[Trajectory, ...]: ...
+    def __getitem__(self, i: int | slice) -> Trajectory | tuple[Trajectory, ...]:
+        return (self.made or self._make())[i]
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        return iter(self.made or self._make())
+
+    @property
+    def columns(self) -> Columns:
+        """Views, where the arrays came in one piece."""
+        h = self.header
+        logprobs = np.zeros(h.n_tokens, np.float32) if self.logprobs is None else together(self.logprobs)
+        masks = np.ones(h.n_tokens, np.bool_) if self.masks is None else together(self.masks)
+        return Columns(together(self.tokens), masks, logprobs, h.lengths)
+
+    def _make(self) -> tuple[Trajectory, ...]:
+        h = self.header
+        tokens = apart(self.tokens, h.lengths)
+        if self.logprobs is None or self.masks is None:
+            nothing, everything = np.zeros(max(h.lengths), np.float32), np.ones(max(h.lengths), np.bool_)
+            logprobs, masks = [nothing[:n] for n in h.lengths], [everything[:n] for n in h.lengths]
+        else:
+            logprobs, masks = apart(self.logprobs, h.lengths), apart(self.masks, h.lengths)
+        spans, judged = h.spans(), self.verdicts
+        statuses = [STATUSES[s] for s in h.statuses]
+        self.made = tuple(
+            [
+                Trajectory(
+                    tokens[i], masks[i], logprobs[i], spans[i], statuses[i], judged[i],
+                    self.extras.get(i, NOTHING), h.notes.get(str(i), NOTHING),
+                )
+                for i in range(len(tokens))
+            ]
+        )  # fmt: skip
+        return self.made
+
+
+def decode_group(data: Buffer, frames: Sequence[Buffer], verdicts: Sequence[Verdict] | None = None) -> Group:
+    """The group, with `verdicts` if they are given; its arrays are read-only views wherever alignment allows.
+
+    Frames that hold only the token ids (what a scorer gets) make a group with zero log-probs and an all-true mask.
+    """
+    header = read_header(data)
+    body, lengths, total = Body(frames), header.lengths, header.n_tokens
+    whole = body.nbytes == header.body
+    if not whole and body.nbytes != header.tokens_end:
+        raise WireError("group.frames", f"{body.nbytes} bytes, the header says {header.body}")
+    judged = header.verdicts if verdicts is None else verdicts
+    if len(judged) != len(lengths):
+        raise WireError("group.verdicts", f"{len(judged)} verdicts for {len(lengths)} trajectories")
+    prompt = body.take("<i4", header.prompt)
+    tokens = body.column("<i4", lengths, total)
+    logprobs = body.column("<f4", lengths, total, check_finite) if whole else None
+    masks = body.column("|b1", lengths, total, check_boolean) if whole else None
+    extras: dict[int, dict[str, np.ndarray]] = {}
+    for i, name, dtype, shape in header.extras if whole else ():
+        array = body.take(dtype.str, lengths[i] * math.prod(shape)).reshape(lengths[i], *shape)
+        extras.setdefault(i, {})[name] = array
+    return Group(header.ordinal, prompt, Arrived(header, tokens, logprobs, masks, judged, extras), header.attempt)
