@@ -17,11 +17,11 @@ from rollout.errors import QueueError, WireError
 from rollout.journal import Journal
 from rollout.journal_segments import Ref
 from rollout.ledger import Ledger
-from rollout.ledger_facts import Committed, Draining, Dropped, Fact, Generated, Noticed, Rewound, Trained
+from rollout.ledger_facts import Committed, Dropped, Fact, Generated, Trained
 from rollout.ledger_snapshot import restore, snapshot
 from rollout.ledger_states import LedgerSettings, State
 from rollout.payloads import Payloads
-from rollout.queue_figures import describe
+from rollout.queue_figures import describe, tell
 from rollout.queue_intake import Stored, read_groups, read_leases, read_scores
 from rollout.queue_protocol import Request, pack_blobs
 from rollout.retention import Retention
@@ -256,7 +256,7 @@ class QueueCore:
             else:
                 self._rows.append(fact_row(fact))
                 self._let_go(fact)
-                self._tell(fact)
+                tell(self.event, fact)
 
     def _write_rows(self) -> None:
         if self._rows:
@@ -282,17 +282,6 @@ class QueueCore:
                 gone = {o: p for o, p in self.payloads.held.items() if o not in self.ledger.entries}
                 self.retained.committed(step, [n for p in gone.values() for n in (p.ref.segment, p.told)])
                 self.payloads.forget(gone)
-
-    def _tell(self, fact: Fact) -> None:
-        match fact:
-            case Dropped(ordinals, reason):
-                self.event("dropped", ordinals=list(ordinals), reason=reason)
-            case Noticed(what, detail):
-                self.event("alarm", what=what, detail=detail)
-            case Draining(reason):
-                self.event("draining", reason=reason)
-            case Rewound(version):
-                self.event("learner_restarted", version=version)
 
     def _states(self) -> str:
         shown = (State.ISSUED, State.LEASED, State.GENERATED, State.SCORED, State.TAKEN, State.TRAINED)

@@ -1,8 +1,11 @@
-"""The queue in figures: what `stats`, `gauges`, the live view and `headrace why` show."""
+"""The queue in figures and events: what `stats`, `gauges`, the live view and `headrace why` show."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from rollout.ledger_facts import Draining, Dropped, Fact, Noticed, Rewound
 
 if TYPE_CHECKING:
     from rollout.queue_core import QueueCore
@@ -27,3 +30,16 @@ def describe(core: QueueCore) -> dict[str, Any]:
         "bytes": {"in_memory": core.payloads.bytes_waiting, "limit": core.payloads.max_bytes},
         "journal": {"bytes": core.journal.bytes_written, "syncs": core.journal.syncs},
     }
+
+
+def tell(event: Callable[..., object], fact: Fact) -> None:
+    """The event that a fact is worth, if any: event("dropped", ordinals=[17], reason="stale")."""
+    match fact:
+        case Dropped(ordinals, reason):
+            event("dropped", ordinals=list(ordinals), reason=reason)
+        case Noticed(what, detail):
+            event("alarm", what=what, detail=detail)
+        case Draining(reason):
+            event("draining", reason=reason)
+        case Rewound(version):
+            event("learner_restarted", version=version)
