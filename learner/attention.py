@@ -74,7 +74,7 @@ class Masks:
         self._made: dict[tuple[int | None, torch.dtype], tuple[Tile, ...]] = {}
 
     def tiles(self, rows: int | None, dtype: torch.dtype) -> tuple[Tile, ...]:
-        """Every block cut into tiles of at most `rows` queries (None: whole), which see no key that none of them may."""
+        """Every block cut into tiles of at most `rows` queries; None: whole blocks."""
         if (rows, dtype) not in self._made:
             self._made[rows, dtype] = tuple(
                 self._tile(b, at, min(at + (rows or b.stop), b.stop), dtype)

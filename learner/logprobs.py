@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 #: Logits of a tile, for an accelerator and for a CPU, whose caches it has to fit.
 TILE = (1 << 25, 1 << 20)
 
@@ -33,8 +32,9 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """hidden [T, D], weight [V, D], targets [T] -> (logprobs [T], entropy [T]), both differentiable, float32 or better.
 
-    `chunk`: positions of a tile. Pass only positions that carry loss. fp32_head casts hidden and weight to float32 before the product (MiniMax-M1,
-    ScaleRL: a bfloat16 head is the largest source of mismatch between engine and learner); softmax is float32 anyway.
+    `chunk`: positions of a tile. Pass only positions that carry loss. fp32_head casts hidden and weight to float32
+    before the product (MiniMax-M1, ScaleRL: a bfloat16 head is the largest source of mismatch between engine and
+    learner); softmax is float32 anyway.
     """
     logprobs, entropy = _Chunked.apply(hidden, weight, bias, targets, float(temperature), int(chunk), fp32_head)
     return logprobs, entropy
@@ -141,7 +141,7 @@ def _at(z: Tensor, y: Tensor) -> Tensor:
 
 
 def _merged(chosen: Tensor, tops: Tensor, totals: Tensor, dots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Per tile of columns its maximum, sum of exp(z - top) and of (z - top) exp(z - top), each [tiles, T]: combine them.
+    """Combine per tile of columns its maximum, sum of exp(z - top) and of (z - top) exp(z - top); each [tiles, T].
 
     Returns logprobs, entropy and the log of the normaliser, each [T].
     """
