@@ -43,7 +43,7 @@ class RolloutPlacement(Section):
 
     replicas: int = Field(1, ge=1, description="engines, each with its own copy of the weights")
     gpus: float = Field(0, ge=0, description="GPUs per engine; more than 1 is tensor parallel, a fraction shares a GPU")
-    cpus: int = Field(1, ge=1, description="cores (and threads) per engine")
+    cpus: float = Field(1, gt=0, description="cores (and threads) per engine; less than 1 shares a core")
     groups_in_flight: int | None = Field(
         None, ge=1, description="groups one engine generates at the same time; null: all slots, shared by the replicas"
     )

@@ -42,6 +42,9 @@ def _devices(c: RunConfig) -> Iterator[Problem]:
             yield Problem(path, gpus, f"device is cpu, which has none; set {path} to 0, or device to auto")
         if gpus > 1 and gpus != int(gpus):
             yield Problem(path, gpus, "above 1 only whole GPUs can be given to a process; round it")
+    for path, cpus in (("topology.rollout.cpus", rollout.cpus), ("topology.learner.cpus", learner.cpus)):
+        if cpus > 1 and cpus != int(cpus):
+            yield Problem(path, cpus, "above 1 only whole cores can be given to a process; round it")
     if learner.gpus > 1:
         ranks = "set it to 1 and topology.learner.ranks to the number of GPUs"
         yield Problem("topology.learner.gpus", learner.gpus, f"a learner rank drives one GPU; {ranks}")

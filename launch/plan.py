@@ -86,6 +86,7 @@ class Plan:
                         "cores": list(p.cores),
                         "gpus": list(p.gpus),
                         "gpu_share": p.gpu_share,
+                        "core_share": p.core_share,
                         "threads": p.threads,
                         "shares_with": p.shares_with,
                     }
@@ -182,8 +183,10 @@ def _warnings(plan: Plan) -> list[str]:
 
 def _cells(p: Placement) -> tuple[str, ...]:
     gpus = ", ".join(map(str, p.gpus)) + (f" (share {p.gpu_share:g})" if 0 < p.gpu_share < 1 else "")
-    note = f"shared with {p.shares_with}" if p.shares_with else f"own, {p.threads} thread{'s' if p.threads > 1 else ''}"
-    return p.name, p.host, _ranges(p.cores), gpus or "-", note
+    cores = _ranges(p.cores) + (f" (share {p.core_share:g})" if p.core_share < 1 else "")
+    own = "own, " if p.core_share == 1 else ""
+    note = f"shared with {p.shares_with}" if p.shares_with else f"{own}{p.threads} thread{'s' if p.threads > 1 else ''}"
+    return p.name, p.host, cores, gpus or "-", note
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

@@ -41,7 +41,8 @@ class Stages:
     def assumed(cls, config: RunConfig) -> Stages:
         """A guess for a model of 135 M parameters with one core per role: 350 tokens/s made, 100 learnt from."""
         tokens = config.samples_per_step * config.sampling.max_tokens
-        generate, train = tokens / (350 * config.topology.rollout.cpus), tokens / (100 * config.topology.learner.ranks)
+        rollout, learner = config.topology.rollout, config.topology.learner
+        generate, train = tokens / (350 * rollout.cpus), tokens / (100 * learner.ranks * learner.cpus)
         return cls(generate, 0.05, train, 0.45, origin="assumed for a 135M model on CPU; --from D takes a run's own")
 
     @classmethod

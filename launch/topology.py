@@ -8,6 +8,7 @@
 
 The rules:
   1. learner ranks and engines own their cores and GPUs: unpinned threads of two roles on one core collapse both.
+     One that asks for less than a core shares one with others that do, each with one thread: slow, but it fits.
   2. Whatever is hardest to fit is placed first (GPUs, then cores), each on the host where least is left over.
   3. Learner ranks stay together on one host as long as it has room.
   4. Rewards take cores that are left over on the first host; where none are, they share those of the engines, which
@@ -39,6 +40,7 @@ class Placement:
     cores: tuple[int, ...]
     gpus: tuple[int, ...] = ()
     gpu_share: float = 0.0  # of each GPU in `gpus`; 1.0 is all of it
+    core_share: float = 1.0  # of each core in `cores`
     shares_with: str | None = None  # the role whose cores these are
 
     @property
@@ -57,7 +59,7 @@ class Need:
 
     role: Role
     index: int
-    cores: int
+    cores: float  # a whole number, or the share of one core
     gpus: float
 
 
@@ -68,17 +70,39 @@ class _Free:
     host: Host
     cores: list[int]
     gpus: list[float] = field(default_factory=list)  # share left of each GPU
+    parts: dict[int, float] = field(default_factory=dict)  # share left of each core that is given away in parts
 
     def take(self, need: Need) -> Placement | None:
         """Give the need its cores and GPUs, or change nothing and return None."""
         gpus = self._gpus_for(need.gpus)
-        if gpus is None or need.cores > len(self.cores):
+        if gpus is None or not self._has_cores(need.cores):
             return None
         share = min(1.0, need.gpus)
         for gpu in gpus:
             self.gpus[gpu] = round(self.gpus[gpu] - share, 6)
-        cores = [self.cores.pop(0 if need.role == "rollout" else -1) for _ in range(need.cores)]
-        return Placement(need.role, need.index, self.host.name, tuple(sorted(cores)), tuple(gpus), share)
+        cores = self._cores_for(need)
+        part = min(1.0, need.cores)
+        return Placement(need.role, need.index, self.host.name, cores, tuple(gpus), share, part)
+
+    def _has_cores(self, wanted: float) -> bool:
+        return len(self.cores) >= max(1, wanted) or (wanted < 1 and self._part_for(wanted) is not None)
+
+    def _part_for(self, wanted: float) -> int | None:
+        """The fullest core that still has room for a part."""
+        fitting = [core for core, left in self.parts.items() if left >= wanted - 1e-6]
+        return min(fitting, key=lambda core: self.parts[core]) if fitting else None
+
+    def _cores_for(self, need: Need) -> tuple[int, ...]:
+        """Engines take from the front, others from the back, so that each role's cores lie together."""
+        end = 0 if need.role == "rollout" else -1
+        if need.cores >= 1:
+            return tuple(sorted(self.cores.pop(end) for _ in range(int(need.cores))))
+        core = self._part_for(need.cores)
+        if core is None:
+            core = self.cores.pop(end)
+            self.parts[core] = 1.0
+        self.parts[core] = round(self.parts[core] - need.cores, 6)
+        return (core,)
 
     def _gpus_for(self, wanted: float) -> list[int] | None:
         if wanted == 0:
@@ -93,7 +117,7 @@ class _Free:
 def needs(config: RunConfig) -> list[Need]:
     """The processes that own cores, hardest to fit first."""
     rollout, learner = config.topology.rollout, config.topology.learner
-    ranks = [Need("learner", n, _whole(learner.cpus), learner.gpus) for n in range(learner.ranks)]
+    ranks = [Need("learner", n, learner.cpus, learner.gpus) for n in range(learner.ranks)]
     engines = [Need("rollout", n, rollout.cpus, rollout.gpus) for n in range(rollout.replicas)]
     return sorted(ranks + engines, key=lambda need: (-need.gpus, -need.cores, need.role, need.index))
 
@@ -143,10 +167,10 @@ def _shared(role: Role, index: int, first: _Free, lender: Placement) -> Placemen
 def _refusal(config: RunConfig, inventory: Inventory, need: Need) -> str:
     """One line: what is asked for, what there is, what is missing, and what to lower."""
     rollout, learner = config.topology.rollout, config.topology.learner
-    cores = rollout.replicas * rollout.cpus + learner.ranks * _whole(learner.cpus)
+    cores = rollout.replicas * rollout.cpus + learner.ranks * learner.cpus
     gpus = rollout.replicas * rollout.gpus + learner.ranks * learner.gpus
     asks = (
-        f"{_n(learner.ranks, 'learner rank')} x {_amount(_whole(learner.cpus), learner.gpus)}"
+        f"{_n(learner.ranks, 'learner rank')} x {_amount(learner.cpus, learner.gpus)}"
         f" + {_n(rollout.replicas, 'engine')} x {_amount(rollout.cpus, rollout.gpus)}"
     )
     there = f"{_hosts(inventory)} {_amount(inventory.n_cores, inventory.n_gpus)}"
@@ -169,7 +193,7 @@ def _hosts(inventory: Inventory) -> str:
     return "this host has" if len(inventory.hosts) == 1 else f"the {len(inventory.hosts)} hosts have"
 
 
-def _amount(cores: int, gpus: float) -> str:
+def _amount(cores: float, gpus: float) -> str:
     return _n(cores, "core") + (f" and {_n(gpus, 'GPU')}" if gpus else "")
 
 
@@ -179,7 +203,3 @@ def _n(count: float, word: str) -> str:
 
 def _missing(count: float, word: str) -> str:
     return f"{_n(count, word)} {'is' if count == 1 else 'are'} missing"
-
-
-def _whole(cpus: float) -> int:
-    return max(1, -int(-cpus // 1))

@@ -54,7 +54,9 @@ class Choices(Section):
     whiten_ddof: int = Field(1, ge=0, le=1)
     value_clip: float = Field(0.2, gt=0, description="PPO critic: largest move of a value away from the old one")
     value_coef: float = Field(0.5, ge=0, description="weight of the squared value error")
-    critic_learning_rate: float = Field(1e-5, gt=0)
+    critic_learning_rate: float = Field(1e-5, gt=0, description="of a critic with its own trunk")
+    critic_weight_decay: float | None = Field(None, ge=0, description="None: the policy's")
+    critic_grad_clip: float | None = Field(None, gt=0, description="None: the policy's")
     bootstrap_truncated: bool = Field(
         True, description="a truncated answer's last token sees the critic's value after it"
     )

@@ -45,7 +45,7 @@ class LearnerConfig(Section):
 
     ranks: int = Field(1, ge=1, description="processes that share each step")
     gpus: float = Field(0, ge=0, description="GPUs per rank")
-    cpus: float = Field(1, gt=0, description="cores (and threads) per rank")
+    cpus: float = Field(1, gt=0, description="cores (and threads) per rank; less than 1 shares a core")
     zero_stage: Literal[0, 1, 2, 3] = Field(
         1, description="shared: 1 optimizer state, 2 and gradients, 3 and parameters"
     )

@@ -86,9 +86,14 @@ class LearnerEngine:
     def _add_critic(self) -> Zero | None:
         """A trunk of its own under its own optimizer, or (None) a head on the policy's trunk."""
         if self.config.critic == "own":
-            return Zero(
-                CriticModule(self.model_dir, self.config, self.device), self.algorithm, self.config, self.device
-            )
+            c, algorithm = self.choices, self.algorithm
+            settings = {
+                "learning_rate": c.critic_learning_rate,
+                "weight_decay": algorithm.weight_decay if c.critic_weight_decay is None else c.critic_weight_decay,
+                "grad_clip": c.critic_grad_clip or algorithm.grad_clip,
+            }
+            module = CriticModule(self.model_dir, self.config, self.device)
+            return Zero(module, algorithm.model_copy(update=settings), self.config, self.device)
         self.policy.value_head = ValueHead(self.policy.width).to(self.device)
         return None
 
@@ -120,7 +125,9 @@ class LearnerEngine:
         stepped = self.zero.step(rate)
         if self.critic is not None:
             own = self.critic.step(rate * self.choices.critic_learning_rate / self.algorithm.learning_rate)
-            stepped = Stepped(stepped.grad_norm, rate, stepped.applied and own.applied)
+            failed = [turn for turn in (stepped, own) if not turn.applied]
+            rescaled = bool(failed) and all(turn.rescaled for turn in failed)
+            stepped = Stepped(stepped.grad_norm, rate, not failed, rescaled)
         return stepped
 
     # ---- public -----------------------------------------------------------------------------------------------------
@@ -130,14 +137,11 @@ class LearnerEngine:
         walk = train_step if self.choices.objective == "policy" else online_pairs
         report = walk.run(self, groups)
         self.version = step + 1
-        if (
-            isinstance(self.reference, reference.Copy)
-            and self.reference.every
-            and self.version % self.reference.every == 0
-        ):
+        if isinstance(self.reference, reference.Copy) and self.reference.is_due(self.version):
             self.reference.take_over(self.state_tensors())
         self.skipped_ordinals = report.suspects
-        self.bad_steps = 0 if report.applied else self.bad_steps + 1
+        if report.applied or report.bad:  # one that only lowered fp16's loss scale says nothing
+            self.bad_steps = self.bad_steps + 1 if report.bad else 0
         if self.bad_steps >= self.config.max_bad_steps:
             raise DivergedError(
                 f"the gradient was not finite in {self.bad_steps} steps in a row, last at step {step} with the groups "

@@ -1,6 +1,7 @@
 """Does the same batch give the same update, however it is cut? The claim of the learner that is easiest to get wrong.
 
-    python -m learner.exactness MODEL_DIR [--full] [--preset P ... | --every-preset] [--updates M E] [--json]
+    python -m learner.exactness MODEL_DIR [--full] [--preset P ... | --every-preset] [--updates M E]
+        [--folder F] [--json]
 
 One global batch (ragged groups, tool tokens, NaNs where nothing may be read, a failed verdict) goes through
 
@@ -26,6 +27,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from learner.presets import PRESETS
 from rollout.errors import DeadlineError
@@ -94,20 +96,35 @@ def spanning(preset: str) -> list[Case]:
     return [*cases, far, up, Case(4, 1, "packed", 1, preset, loads=cases[-1].name)]
 
 
-def compare(model_dir: Path, cases: Sequence[Case], timeout_s: float = 600.0) -> list[Difference]:
-    """Run the cases, their plain ones first. Raises DeadlineError, or RuntimeError with a rank's last words."""
+def compare(
+    model_dir: Path, cases: Sequence[Case], timeout_s: float = 600.0, folder: Path | None = None
+) -> list[Difference]:
+    """Run the cases, their plain ones first. Raises DeadlineError, or RuntimeError with a rank's last words.
+
+    What is found stays in `folder`, if one is named, and is not run again.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory() as name:
+            return compare(model_dir, cases, timeout_s, Path(name))
+    folder.mkdir(parents=True, exist_ok=True)
     every = sorted({*cases, *(c.plain for c in cases)}, key=lambda c: (c.world, c != c.plain))
-    deadline = time.monotonic() + timeout_s
-    with tempfile.TemporaryDirectory() as folder:
-        for world in sorted({c.world for c in every}):
-            _run_world(model_dir, world, every, Path(folder), deadline)
-        lines = [x for path in Path(folder).glob("found-*.jsonl") for x in path.read_text().splitlines()]
-    found = {row.pop("name"): row for row in map(json.loads, lines)}
+    deadline, done = time.monotonic() + timeout_s, _found(folder)
+    left = [c for c in every if c.name not in done]
+    for world in sorted({c.world for c in left}):
+        _run_world(model_dir, world, left, folder, deadline)
+    found = _found(folder)
     return [Difference(case, **found[case.name]) for case in cases]
+
+
+def _found(folder: Path) -> dict[str, dict[str, Any]]:
+    """What ranks wrote so far, by the name of the case."""
+    lines = [line for path in folder.glob("found-*.jsonl") for line in path.read_text().splitlines()]
+    return {row.pop("name"): row for row in map(json.loads, lines)}
 
 
 def _run_world(model_dir: Path, world: int, every: Sequence[Case], folder: Path, deadline: float) -> None:
     """One process per rank, all cases of this world in turn. They meet in a file: no port, no name server."""
+    (folder / f"meeting-{world}").unlink(missing_ok=True)
     plan = folder / f"plan-{world}.json"
     plan.write_text(
         json.dumps({
@@ -162,6 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--preset", action="append", help="default: dapo; may be given several times")
     parser.add_argument("--every-preset", action="store_true")
     parser.add_argument("--updates", type=int, nargs=2, metavar=("MINI_BATCHES", "EPOCHS"), default=(1, 1))
+    parser.add_argument("--folder", type=Path, help="keep what is found here, and go on from it when run again")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     presets = list(PRESETS) if options.every_preset else options.preset or ["dapo"]
@@ -169,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.updates != (1, 1):
         mini_batches, epochs = options.updates
         cases = [replace(c, mini_batches=mini_batches, epochs=epochs) for c in cases if not c.loads]
-    differences = compare(options.model_dir, cases, timeout_s=600.0 + 10.0 * len(cases))
+    differences = compare(options.model_dir, cases, timeout_s=600.0 + 10.0 * len(cases), folder=options.folder)
     if options.json:
         print(json.dumps([asdict(d) | {"holds": d.holds} for d in differences]))
     else:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from learner import presets
+from learner import presets, snapshot
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.engine import LearnerEngine
 from learner.exactness import Case
@@ -95,6 +95,8 @@ def run_case(model_dir: Path, case: Case, folder: Path, keep_checkpoint: bool) -
                 kept |= {f"gradient/critic.{n}": own.read(p, "exp_avg").clone() for n, p in own.trained()}
             if keep_checkpoint:
                 engine.save_checkpoint(folder / f"{case.name}.checkpoint")
+    if not engine.world.agree(snapshot.fingerprint(engine)):
+        raise RuntimeError(f"{case.name}: the ranks hold different weights")
     kept |= {f"weights/{name}": tensor.clone().contiguous() for name, tensor in engine.state_tensors()}
     if engine.critic:
         kept |= {f"weights/critic.{n}": engine.critic.read(p, "master").clone() for n, p in engine.critic.trained()}
@@ -122,7 +124,7 @@ def main(plan_path: Path, rank: int) -> None:
     store = dist.FileStore(str(folder / f"meeting-{world}"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=COLLECTIVE_S))
     wanted = set(plan["wanted_checkpoints"])
-    with open(folder / f"found-{world}.jsonl", "a") as found:
+    with open(folder / f"found-{world}.jsonl", "a", buffering=1) as found:
         for case in (Case(**raw) for raw in plan["cases"]):
             started = time.monotonic()
             got = run_case(Path(plan["model_dir"]), case, folder, case.name in wanted)

@@ -28,11 +28,15 @@ from learner.world import World
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What the optimizer did: Stepped(grad_norm=0.41, rate=2e-05, applied=True)."""
+    """What the optimizer did: Stepped(grad_norm=0.41, rate=2e-05, applied=True).
+
+    Not applied but `rescaled`: fp16's loss scale was too large and has been lowered; the gradient may be sound.
+    """
 
     grad_norm: float
     rate: float
     applied: bool
+    rescaled: bool = False
 
 
 class Trainable(Protocol):

@@ -37,4 +37,4 @@ def run(updater: Updater, groups: Sequence[Group]) -> Report:
         "throughput/learner_tokens_per_s": tokens / elapsed,
     }
     applied = not metrics["step/skipped"] or not anywhere
-    return Report(metrics, applied, () if applied else tuple(pair.ordinal for pair in pairs))
+    return Report(metrics, applied, () if applied else tuple(pair.ordinal for pair in pairs), bad=not applied)

@@ -82,7 +82,7 @@ def policy_step(updater: Updater, pairs: Sequence[Pair | PairTokens]) -> dict[st
     if updater.reference is None:
         raise ValueError("learning from pairs compares with a reference policy, and the engine has none")
     share = PairShare.of(pairs)
-    batches = _micro_batches(updater, share)
+    batches = micro_batches(updater, share.answers)
     logp, ref = torch.zeros(len(share.mask)), torch.zeros(len(share.mask))
     for batch in batches:
         inputs, origin = Inputs.of(batch, updater.world.device), torch.from_numpy(batch.origin)
@@ -105,13 +105,13 @@ def policy_step(updater: Updater, pairs: Sequence[Pair | PairTokens]) -> dict[st
         out = updater.forward(Inputs.of(batch, updater.world.device))
         pull = slope[torch.from_numpy(batch.origin)].to(out.logprobs.device)
         updater.backward((out.logprobs * pull).sum(), number == len(batches) - 1)
-    return _finish(updater.world, metrics, updater.step())
+    return finish(updater.world, metrics, updater.step())
 
 
 def reward_step(scorer: Scorer, pairs: Sequence[Pair | PairTokens], margin: float = 0.0) -> dict[str, float]:
     """Bradley-Terry on this rank's pairs. Collective. Returns the step's metrics."""
     share = PairShare.of(pairs)
-    batches = _micro_batches(scorer, share)
+    batches = micro_batches(scorer, share.answers)
     leaf = scores(scorer, share, batches).requires_grad_()
     per_pair, right = bradley_terry(leaf[share.chosen], leaf[share.rejected], margin)
     good = torch.isfinite(per_pair.detach())
@@ -125,25 +125,25 @@ def reward_step(scorer: Scorer, pairs: Sequence[Pair | PairTokens], margin: floa
         mean={"reward_model/accuracy": (right, good)},
         total={"reward_model/loss": loss, "reward_model/nonfinite": (~good).sum()},
     )
-    return _finish(scorer.world, metrics, scorer.step())
+    return finish(scorer.world, metrics, scorer.step())
 
 
 def scores(scorer: Scorer, share: PairShare, batches: Sequence[MicroBatch] | None = None) -> Tensor:
     """The reward model's score of each answer [B], without gradient."""
     found = torch.zeros(len(share.answers))
-    for batch in _micro_batches(scorer, share) if batches is None else batches:
+    for batch in micro_batches(scorer, share.answers) if batches is None else batches:
         after = scorer.look(Inputs.of(batch, scorer.world.device)).after
         found[torch.from_numpy(batch.sequences)] = after.float().cpu()
     return found
 
 
-def _micro_batches(owner: Updater | Scorer, share: PairShare) -> list[MicroBatch]:
+def micro_batches(owner: Updater | Scorer, answers: Sequence[Answer]) -> list[MicroBatch]:
     """Packed, and as many on every rank: collectives inside forward and backward must meet."""
     budget = owner.config.token_budget
-    batches = pack(share.answers, token_budget=budget, layout=owner.layout)
+    batches = pack(answers, token_budget=budget, layout=owner.layout)
     most = owner.world.most(max(len(batches), owner.config.accumulation))
     same = len(batches) == most
-    return batches if same else pack(share.answers, token_budget=budget, layout=owner.layout, at_least=most)
+    return batches if same else pack(answers, token_budget=budget, layout=owner.layout, at_least=most)
 
 
 def _everywhere(world: World, count: int) -> float:
@@ -155,6 +155,7 @@ def _slope(loss: Tensor, leaf: Tensor) -> Tensor:
     return slope
 
 
-def _finish(world: World, metrics: MetricSums, stepped: Stepped) -> dict[str, float]:
+def finish(world: World, metrics: MetricSums, stepped: Stepped) -> dict[str, float]:
+    """Summed over ranks, with what the optimizer did."""
     done = metrics.reduced(world.add_up).finish()
     return done | {"grad_norm": stepped.grad_norm, "lr": stepped.rate, "step/skipped": float(not stepped.applied)}

@@ -57,7 +57,8 @@ ADVANTAGE_FIELDS = {
     "maxrl": "advantage_eps",
     "reinforce_pp": "gamma whiten_eps whiten_ddof",
     "reinforce_pp_baseline": "gamma whiten_eps whiten_ddof",
-    "gae": "gamma lam whiten_eps whiten_ddof value_clip value_coef critic_learning_rate bootstrap_truncated",
+    "gae": "gamma lam whiten_eps whiten_ddof value_clip value_coef critic_learning_rate "
+    "critic_weight_decay critic_grad_clip bootstrap_truncated",
 }
 LOSS_FIELDS = {
     "ppo_clip": "clip_low clip_high dual_clip staleness_clip",

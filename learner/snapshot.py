@@ -22,6 +22,7 @@ from learner import checkpoint
 from learner.packing import pack
 from learner.policy import Inputs
 from learner.reference import Copy
+from rollout.errors import DivergedError
 
 if TYPE_CHECKING:
     from learner.engine import LearnerEngine
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
 
 
 def save(learner: LearnerEngine, path: Path) -> None:
+    """Raises DivergedError, on every rank, where the ranks no longer hold the same weights."""
+    if not learner.world.agree(fingerprint(learner)):
+        raise DivergedError(
+            f"version {learner.version}: the ranks of the learner hold different weights, so no checkpoint was made; "
+            "resume from the one before"
+        )
     numbers = {"bad_steps": float(learner.bad_steps), "kl_coef": learner.kl_coef}
     numbers |= {f"steps/{part}": float(zero.steps) for part, zero in _parts(learner).items()}
     checkpoint.write(path, _state(learner), learner.version, numbers, writes=learner.world.rank == 0)
@@ -56,6 +63,15 @@ def load(learner: LearnerEngine, path: Path) -> None:
         learner.reference.take_over(iter(kept.items()))
     learner.version, learner.bad_steps = manifest.version, int(manifest.numbers["bad_steps"])
     learner.kl_coef = manifest.numbers["kl_coef"]
+
+
+def fingerprint(learner: LearnerEngine) -> int:
+    """A checksum of the bits of the weights that a rank holds whole (under ZeRO-3 there are none)."""
+    total = 0
+    for number, (_, param) in enumerate(learner.policy.named_parameters() if learner.config.zero_stage < 3 else ()):
+        bits = param.detach().contiguous().view(torch.int32 if param.element_size() == 4 else torch.int16)
+        total += (number + 1) * int(bits.sum(dtype=torch.int64))
+    return total % (1 << 62)
 
 
 def _parts(learner: LearnerEngine) -> dict[str, Zero]:

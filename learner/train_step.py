@@ -40,11 +40,15 @@ from rollout.types import Group
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Metrics of a step; where it was not applied, the ordinals whose gradient kept it from being."""
+    """Metrics of a step; where it was not applied, the ordinals whose gradient kept it from being.
+
+    `bad`: not applied, and not because fp16's loss scale had to be lowered.
+    """
 
     metrics: dict[str, float]
     applied: bool = True
     suspects: tuple[int, ...] = ()
+    bad: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +83,7 @@ def run(updater: Updater, groups: Sequence[Group]) -> Report:
         report.metrics | {"time/train": elapsed, "throughput/learner_tokens_per_s": tokens / elapsed},
         report.applied,
         report.suspects,
+        report.bad,
     )
 
 
@@ -158,7 +163,8 @@ def _learn(updater: Updater, plan: Plan, updates: Sequence[Update]) -> Report:
     skipped = sum(not stepped.applied for stepped in turns)
     metrics |= {"lr": turns[-1].rate, "step/skipped": float(skipped)}
     metrics["grad_norm"] = max((t.grad_norm for t in turns if math.isfinite(t.grad_norm)), default=0.0)
-    return Report(metrics, not skipped, plan.share.ordinals_of(sorted(blamed)))
+    bad = any(not stepped.applied and not stepped.rescaled for stepped in turns)
+    return Report(metrics, not skipped, plan.share.ordinals_of(sorted(blamed)), bad)
 
 
 def _gradient(updater: Updater, plan: Plan, update: Update, seconds: dict[str, float]) -> tuple[MetricSums, set[int]]:

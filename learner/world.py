@@ -61,6 +61,10 @@ class World:
         dist.all_gather(found, x)
         return found
 
+    def agree(self, value: int) -> bool:
+        """Whether every rank has the same integer."""
+        return len({int(x) for x in self.gather(torch.tensor([value], dtype=torch.int64, device=self.device))}) == 1
+
     def meet(self) -> None:
         """Nobody goes on before everybody is here."""
         if self.size > 1:

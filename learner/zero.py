@@ -30,7 +30,7 @@ class Zero:
     def __init__(
         self, module: nn.Module, algorithm: AlgorithmConfig, config: LearnerConfig, device: torch.device
     ) -> None:
-        self.module, self.stage = module, config.zero_stage
+        self.module, self.stage, self.clip = module, config.zero_stage, algorithm.grad_clip
         self.steps = 0  # updates that really changed the weights; skipped ones do not count
         os.environ.setdefault("DS_ACCELERATOR", "cuda" if device.type == "cuda" else "cpu")
         os.environ.setdefault("LOCAL_RANK", "0")  # else DeepSpeed looks for MPI
@@ -50,6 +50,8 @@ class Zero:
         settings = deepspeed_config(algorithm, config, device)
         self._engine, *_ = deepspeed.initialize(model=module, optimizer=self.adam, config=settings)
         self._world = dist.get_world_size()
+        if self._engine.fp16_enabled():  # at its smallest scale it would raise; the caller counts such steps
+            self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     def forward(self, *args: Any) -> Any:
         return self._engine(*args)
@@ -68,12 +70,17 @@ class Zero:
             if not math.isfinite(norm):
                 self._engine.zero_grad()
                 return Stepped(norm, rate, applied=False)
+        scale = self._loss_scale()
         self._engine.step()
         if self.stage:
             norm = float(self._engine.get_global_grad_norm() or 0.0)
         applied = math.isfinite(norm) and not getattr(self._engine.optimizer, "overflow", False)
         self.steps += int(applied)
-        return Stepped(norm, rate, applied)
+        return Stepped(norm, rate, applied, rescaled=not applied and self._loss_scale() < scale)
+
+    def _loss_scale(self) -> float:
+        """What fp16 multiplies losses with; elsewhere 1."""
+        return float(self._engine.optimizer.loss_scale) if self._engine.fp16_enabled() else 1.0
 
     def _local_norm(self) -> float:
         """Without ZeRO nobody else computes it before the update; gradients are the same on every rank by then."""

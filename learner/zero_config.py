@@ -24,7 +24,7 @@ def deepspeed_config(algorithm: AlgorithmConfig, c: LearnerConfig, device: torch
         "gradient_clipping": algorithm.grad_clip,
         "zero_optimization": zero,
         "bf16": {"enabled": c.compute_dtype == "bfloat16", "check_grad_overflow": True},
-        "fp16": {"enabled": c.compute_dtype == "float16", "initial_scale_power": 12},
+        "fp16": {"enabled": c.compute_dtype == "float16", "initial_scale_power": 12, "hysteresis": 1},
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -43,6 +43,7 @@ def refuse_what_cannot_be_kept(
         )
     if c.zero_stage == 0 and c.compute_dtype != "float32":
         raise ConfigError(
-            f"topology.learner.zero_stage is 0 with compute_dtype {c.compute_dtype!r}: DeepSpeed adds up micro-batches "
-            "in half precision there; use zero_stage 1 (on one rank it costs nothing) or compute_dtype float32"
+            f"topology.learner.zero_stage is 0 with compute_dtype {c.compute_dtype!r}: without ZeRO, DeepSpeed refuses "
+            "float32 sums of half-precision gradients ('unsupported mix'), and in half precision the micro-batches of "
+            "a step would lose what is small; use zero_stage 1 (on one rank it costs nothing) or compute_dtype float32"
         )

@@ -68,4 +68,4 @@ class EngineError(HeadraceError):
 
 
 class DivergedError(HeadraceError):
-    """Learning cannot go on: gradients were not finite for several steps in a row. Names the ordinals in them."""
+    """Learning cannot go on: gradients not finite for several steps in a row, or ranks whose weights differ."""

@@ -61,7 +61,7 @@ class TrainedSteps:
             found.ordinals[step] = _all(by_rank)
             oldest = [v for row in by_rank.values() for v in row["oldest_versions"]]
             found.ages[step] = step - min(oldest, default=step)
-            if step in undone and undone[step] != found.ordinals[step]:
+            if not set(undone.get(step, ())) <= set(found.ordinals[step]):  # killed, not every rank wrote its line
                 found.changed.append(step)
         return found
 

@@ -7,29 +7,21 @@ process of it, and resumed: nothing lost, nothing twice, the same groups trained
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from launch.config import load
-from launch.run_dir import RunDirectory
 from launch.span_check import check_spans
 from rollout.audit import audit
 from rollout.event_log import read_lines
 from rollout.metrics import unregistered
+from tests.loop_runs import Run, kill_whole, tree, wait_until
 
-ROOT = Path(__file__).resolve().parent.parent
-TOPOLOGY = ROOT / "launch" / "topologies" / "tiny_cpu.yaml"
 CONTRACT = [
     *("step", "version", "time_s", "reward/mean", "reward/std", "reward/lowercase_share", "groups/trained"),
     *("groups/dropped", "length/mean", "length/truncated", "loss/total", "loss/policy", "policy/kl", "policy/entropy"),
@@ -40,42 +32,6 @@ CONTRACT = [
 ]
 
 pytestmark = pytest.mark.timeout(600)
-
-
-class Run:
-    """A `headrace run` in a process of its own, with everything it starts."""
-
-    def __init__(self, folder: Path, model: Path, prompts: Path, *settings: str) -> None:
-        self.directory = RunDirectory(folder / "run")
-        self.arguments = [f"model.path={model}", f"prompts.path={prompts}", *settings]
-        self.log = folder / "output.txt"
-
-    def start(self, *flags: str) -> subprocess.Popen[bytes]:
-        sets = [word for setting in self.arguments for word in ("--set", setting)]
-        command = [sys.executable, "-m", "launch.cli", "run", str(TOPOLOGY), *sets, *flags]
-        with self.log.open("ab") as log:
-            return subprocess.Popen(
-                [*command, "--run-dir", str(self.directory.path)], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT
-            )
-
-    def output(self) -> str:
-        return self.log.read_text()
-
-    def logs(self) -> str:
-        return "\n".join(f"--- {p.name}\n{p.read_text()[-2000:]}" for p in self.directory.logs.glob("*.log"))
-
-
-def tree(pid: int) -> list[psutil.Process]:
-    """The process and all its descendants."""
-    parent = psutil.Process(pid)
-    return [parent, *parent.children(recursive=True)]
-
-
-def wait_until(condition: Any, deadline_s: float, what: str) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {deadline_s} s for {what}"
-        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -179,12 +135,7 @@ def test_killed_whole_it_resumes_and_loses_nothing(tmp_path: Path, tiny_llama: P
     process = run.start()
     wait_until(lambda: len(run.directory.metrics()) >= 5 or process.poll() is not None, 240, "five steps")
     assert process.poll() is None, run.output() + run.logs()
-    victims = tree(process.pid)
-    for victim in victims:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(victim.pid, signal.SIGKILL)
-    process.wait(30)
-    wait_until(lambda: not any(v.is_running() and v.status() != psutil.STATUS_ZOMBIE for v in victims), 20, "the dead")
+    kill_whole(process)
     trained_before = [row for row in read_lines(run.directory.trained_path) if "step" in row]
 
     assert run.start("--resume").wait(400) == 0, run.output() + run.logs()

@@ -75,6 +75,15 @@ def test_engine_and_learner_share_one_gpu() -> None:
     assert [(p.gpus, p.gpu_share) for p in placed[:2]] == [((0,), 0.5), ((0,), 0.5)]
 
 
+def test_two_ranks_share_one_core_beside_an_engine() -> None:
+    placed = solve(topology({}, {"ranks": 2, "cpus": 0.5}), TWO_CORES)
+    assert [(p.name, p.cores, p.core_share, p.threads) for p in placed[:3]] == [
+        ("learner-0", (1,), 0.5, 1),
+        ("learner-1", (1,), 0.5, 1),
+        ("rollout-0", (0,), 1.0, 1),
+    ]
+
+
 @pytest.mark.parametrize(
     ("rollout", "learner", "inventory", "expected"),
     [
@@ -115,22 +124,34 @@ def test_a_run_that_does_not_fit_names_what_is_missing(
     hosts=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4)), min_size=1, max_size=3),
     replicas=st.integers(1, 4),
     ranks=st.integers(1, 4),
-    cpus=st.integers(1, 3),
+    cpus=st.sampled_from([0.25, 0.5, 1, 2, 3]),
+    learner_cpus=st.sampled_from([0.5, 0.75, 1]),
     gpus=st.sampled_from([0, 0.5, 1, 2]),
     learner_gpus=st.sampled_from([0, 0.5, 1]),
 )
 def test_nothing_is_ever_given_twice(
-    hosts: list[tuple[int, int]], replicas: int, ranks: int, cpus: int, gpus: float, learner_gpus: float
+    hosts: list[tuple[int, int]],
+    replicas: int,
+    ranks: int,
+    cpus: float,
+    learner_cpus: float,
+    gpus: float,
+    learner_gpus: float,
 ) -> None:
     inventory = Inventory(tuple(Host(f"h{n}", tuple(range(c)), g) for n, (c, g) in enumerate(hosts)))
-    config = topology({"replicas": replicas, "cpus": cpus, "gpus": gpus}, {"ranks": ranks, "gpus": learner_gpus})
+    learner = {"ranks": ranks, "gpus": learner_gpus, "cpus": learner_cpus}
+    config = topology({"replicas": replicas, "cpus": cpus, "gpus": gpus}, learner)
     try:
         placed = solve(config, inventory)
     except ConfigError as error:
         assert "missing" in str(error) or "no single host" in str(error)
         return
-    owned = [(p.host, core) for p in placed if p.role in ("learner", "rollout") for core in p.cores]
-    assert len(owned) == len(set(owned)) == replicas * cpus + ranks
+    owned: Counter[tuple[str, int]] = Counter()
+    for p in placed:
+        if p.role in ("learner", "rollout"):
+            owned.update(dict.fromkeys(((p.host, core) for core in p.cores), p.core_share))  # type: ignore[arg-type]
+    assert sum(owned.values()) == pytest.approx(replicas * cpus + ranks * learner_cpus)
+    assert all(share <= 1 + 1e-6 for share in owned.values())
     shares: Counter[tuple[str, int]] = Counter()
     for p in placed:
         for gpu in p.gpus:

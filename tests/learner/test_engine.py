@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from learner import checkpoint
-from rollout.errors import ConfigError
+from learner import checkpoint, snapshot
+from learner.world import World
+from rollout.errors import ConfigError, DivergedError
 from tests.learner.steps import STAGES, MakeGroups, engine, weights, with_behaviour_of
 
 
@@ -69,6 +70,21 @@ def test_a_torn_checkpoint_is_refused_by_name(tiny_model: Path, make_groups: Mak
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(checkpoint.TornCheckpoint, match=r"state-00000.safetensors"):
         e.load_checkpoint(tmp_path / "v00000000")
+
+
+def test_ranks_that_differ_make_no_checkpoint(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    e = engine(tiny_model)
+    before = snapshot.fingerprint(e)
+    parameter = next(p for p in e.policy.parameters() if p.numel() > 1)
+    with torch.no_grad():
+        parameter.view(-1)[-1] = torch.nextafter(parameter.view(-1)[-1], torch.tensor(9.0))
+    assert snapshot.fingerprint(e) != before  # one bit of one weight is seen
+    monkeypatch.setattr(World, "agree", lambda self, value: False)
+    with pytest.raises(DivergedError, match="hold different weights"):
+        e.save_checkpoint(tmp_path / "v0")
+    assert not (tmp_path / "v0").exists()
 
 
 def test_the_export_is_what_transformers_loads(tiny_model: Path, make_groups: MakeGroups, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from learner import preference
 from learner.choices import Choices
-from learner.preference_data import PairTokens, read_pairs
+from learner.preference_data import PairTokens, read_answers, read_pairs
 from learner.segments import Denominators
 from rollout.errors import ConfigError
 from rollout.types import Failed, Group, Scored, Status, Trajectory, Verdict
@@ -168,7 +168,7 @@ def test_pair_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([], "no pairs"),
+        ([], "nothing in it"),
         (["{"], "line 1"),
         ([{"prompt": "a", "chosen": "b"}], "rejected"),
         ([{"prompt": "a", "chosen": "b", "rejected": 3}], "rejected"),
@@ -182,3 +182,16 @@ def test_bad_pair_files_are_refused_by_line(tmp_path: Path, rows: list[Any], mes
         list(read_pairs(write(tmp_path / "bad.jsonl", rows), encode))
     with pytest.raises(ConfigError, match="cannot be read"):
         list(read_pairs(tmp_path / "missing.jsonl", encode))
+
+
+def test_answer_files_with_and_without_ratings(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "bc"}, {"prompt": "d", "answer": "e", "rating": 4}]
+    first, second = read_answers(write(tmp_path / "answers.jsonl", rows), encode)
+    assert len(first.answer_ids) == 2 and np.isnan(first.rating) and second.rating == 4.0
+    for row, message in (
+        ({"prompt": "a", "answer": ""}, "empty answer"),
+        ({"prompt": "a", "answer": "b", "rating": "five"}, "'rating' must be a number"),
+        ({"prompt": "a"}, "'answer' must be a text"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            list(read_answers(write(tmp_path / "bad.jsonl", [row]), encode))

@@ -133,3 +133,30 @@ def test_the_critic_learns_the_return(tiny_model: Path, make_groups: MakeGroups,
     other = engine(tiny_model, "ppo", overrides, critic=critic, zero_stage=1)
     other.load_checkpoint(tmp_path / "v12")
     assert other.train_step(groups, 12)["critic/squared_error"] == e.train_step(groups, 12)["critic/squared_error"]
+
+
+def test_the_critic_has_optimizer_settings_of_its_own(tiny_model: Path) -> None:
+    overrides = {"critic_learning_rate": 3e-4, "critic_weight_decay": 0.1, "critic_grad_clip": 0.5}
+    e = engine(tiny_model, "ppo", overrides)
+    (policy,), (critic,) = e.zero.adam.param_groups, e.critic.adam.param_groups
+    assert (policy["weight_decay"], critic["weight_decay"], critic["lr"]) == (0.0, 0.1, 3e-4)
+    assert (e.zero.clip, e.critic.clip) == (1.0, 0.5)
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="this processor has no fp16 arithmetic")
+def test_fp16_lowers_its_scale_before_a_step_counts_as_bad(
+    tiny_model: Path, make_groups: MakeGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    e = engine(tiny_model, compute_dtype="float16", max_bad_steps=2)
+    assert e.train_step(make_groups(), 0)["step/skipped"] == 0
+    scaler = e.zero._engine.optimizer.loss_scaler
+    scaler.cur_scale = 4.0
+    real = e.backward
+    monkeypatch.setattr(e, "backward", lambda loss, last: real(loss * float("inf"), last))
+    for step, scale, bad in ((1, 2.0, 0), (2, 1.0, 0), (3, 1.0, 1)):
+        assert e.train_step(make_groups(), step)["step/skipped"] == 1 and e.skipped_ordinals
+        assert (scaler.cur_scale, e.bad_steps) == (scale, bad)
+    with pytest.raises(DivergedError, match="2 steps in a row"):
+        e.train_step(make_groups(), 4)
+    monkeypatch.undo()
+    assert e.train_step(make_groups(), 5)["step/skipped"] == 0
