@@ -8,6 +8,8 @@ process of it, and resumed: nothing lost, nothing twice, the same groups trained
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ from launch.span_check import check_spans
 from rollout.audit import audit
 from rollout.event_log import read_lines
 from rollout.metrics import unregistered
-from tests.loop_runs import Run, kill_whole, tree, wait_until
+from tests.loop_runs import ROOT, Run, kill_whole, tree, wait_until
 
 CONTRACT = [
     *("step", "version", "time_s", "reward/mean", "reward/std", "reward/lowercase_share", "groups/trained"),
