@@ -130,6 +130,7 @@ class LearningLoop:
         evaluation = self.effects.evaluate(version) if version in self.schedule.evaluate_at else None
         if self.schedule.checkpoint_at(version):
             self._enter("checkpoint")
+            self.trained.sync()  # the books say of every step in a checkpoint which groups it was
             self.effects.checkpoint(version)
         row = metrics | self.effects.observe() | _timings(started, taken, trained, published)
         row |= {"step": step + 1, "version": version, "time_s": round(time.time(), 3)} | _staleness(groups, step)

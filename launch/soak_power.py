@@ -3,8 +3,10 @@
 journal segments   the server's own disk holds writes back until `sync`, so they vanish with the server
 payload files      clients write them as they like; `sync` and `sync_folder` note in `durable/` what is safe now,
                    and `cut_power` takes back, page by page and by chance, whatever is not
+trained.jsonl      the learner syncs it before each checkpoint; lines after that may be gone
 
 durable/<name>     a payload file as it was when it was last synced        durable/names   files that have a name
+durable/log_bytes  how much of trained.jsonl is safe
 """
 
 from __future__ import annotations
@@ -95,6 +97,17 @@ def cut_power(journal: Path, durable: Path, rng: random.Random) -> int:
         elif path.suffix == ".payload":
             undone += _take_back(path, durable / path.name, rng)
     return undone
+
+
+def cut_log(log: Path, durable: Path, rng: random.Random) -> int:
+    """The learner's log ends somewhere behind what was synced. Bytes taken back."""
+    try:
+        written, safe = log.stat().st_size, int((durable / "log_bytes").read_text())
+    except FileNotFoundError:
+        return 0
+    end = rng.randint(safe, written)
+    os.truncate(log, end)
+    return written - end
 
 
 def _take_back(path: Path, synced: Path, rng: random.Random) -> int:

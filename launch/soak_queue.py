@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.soak_faults import SABOTAGE, believe_everything, tear
-from launch.soak_power import cut_power
+from launch.soak_power import cut_log, cut_power
 from launch.soak_roles import BAD_WEATHER, BEAT_S, DOUBLE_WEATHER, Plan, role
 from rollout import journal_segments
 from rollout.audit import audit
@@ -140,7 +140,9 @@ class Seed:
         self.faults["cuts"] += 1
         self._end_all()
         if self.plan.path("durable").exists():
-            self.faults["bytes_taken_back"] += cut_power(self.plan.path("journal"), self.plan.path("durable"), self.rng)
+            durable = self.plan.path("durable")
+            self.faults["bytes_taken_back"] += cut_power(self.plan.path("journal"), durable, self.rng)
+            self.faults["bytes_taken_back"] += cut_log(self.plan.path("trained.jsonl"), durable, self.rng)
         self._keep_alive()
         time.sleep(self.rng.random())  # a machine that loses power while it boots proves little
 

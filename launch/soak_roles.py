@@ -173,12 +173,17 @@ def learner(plan: Plan) -> None:
             replace_file(plan.path("served"), str(version))
             queue.release(version)
             if rng.random() < 0.4:
-                replace_file(plan.path("checkpoint"), str(version))
+                checkpoint(plan, log, version)
                 queue.commit(version - 1)
-        replace_file(plan.path("checkpoint"), str(version))
+        checkpoint(plan, log, version)
         if version:
             queue.commit(version - 1)
     replace_file(plan.path("done"), str(version))
+
+
+def checkpoint(plan: Plan, log: TrainedLog, version: int) -> None:
+    replace_file(plan.path("durable/log_bytes"), str(log.sync()))
+    replace_file(plan.path("checkpoint"), str(version))
 
 
 def role(plan: Plan, name: str) -> None:

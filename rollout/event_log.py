@@ -34,6 +34,11 @@ class JsonLines:
         while line:
             line = line[os.write(self._fd, line) :]
 
+    def sync(self) -> int:
+        """What was appended survives a power cut once this returns: the file's size in bytes."""
+        os.fsync(self._fd)
+        return os.fstat(self._fd).st_size
+
     def close(self) -> None:
         os.close(self._fd)
 
