@@ -170,8 +170,7 @@ class Journal:
         if not self._batch:
             return
         try:
-            if self.durability == "fsync":
-                self.placed.sync()  # first: a record never speaks of arrays that are not there
+            self.placed.sync(self.durability == "fsync")  # first: a record never speaks of arrays that are not there
             end = self.disk.write(self._fd, self._batch, self._end)
             if self.durability == "fsync":
                 self.disk.sync(self._fd)

@@ -120,14 +120,15 @@ class PlacedFiles:
         self._unsynced.add(number)
         self.nbytes += place.end - place.offset
 
-    def sync(self) -> None:
-        """What was adopted is durable when this returns. Raises OSError; call it again."""
+    def sync(self, to_disk: bool) -> None:
+        """What was adopted survives as much as was promised when this returns. Raises OSError; call it again."""
         for number in list(self._unsynced):
-            self.disk.sync(self._open(number))
+            if to_disk:
+                self.disk.sync(self._open(number))
             self._unsynced.discard(number)
-        if self._folder_unsynced:
+        if self._folder_unsynced and to_disk:
             self.disk.sync_folder(self.folder)
-            self._folder_unsynced = False
+        self._folder_unsynced = False
 
     def collect(self, live: Counter[int], delete: bool) -> None:
         """Close the files that their clients have left; delete those that nobody needs."""

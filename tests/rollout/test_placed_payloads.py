@@ -74,15 +74,16 @@ def test_a_full_disk_makes_the_client_send(tmp_path: Path, monkeypatch: pytest.M
     assert not files(tmp_path) and len(list(read_groups(tmp_path))) == 1
 
 
-def test_files_go_when_their_groups_are_settled_and_the_client_writes_another(tmp_path: Path) -> None:
-    made = QueueServer(settings(), tmp_path, segment_bytes=300_000)
+@pytest.mark.parametrize("durability", ["os", "fsync"])
+def test_files_go_when_their_groups_are_settled_and_the_client_writes_another(tmp_path: Path, durability: str) -> None:
+    made = QueueServer(settings(), tmp_path, durability=durability, segment_bytes=300_000)  # type: ignore[arg-type]
     with made as server, QueueClient(server.endpoint, "all") as client:
         for step in range(12):
             client.score({o: GOOD for o in submit(client, 2, step)})
             assert len(client.take(step, wait_s=5.0)) == 2
             client.trained(step, step + 1, live=True)
             client.commit(step)
-        assert len(files(tmp_path)) <= 2
+        assert len(files(tmp_path)) <= 2 and len(server.core.journal.placed._fds) <= 2
         assert client.stats()["conserved"]
 
 
