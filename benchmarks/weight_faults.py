@@ -188,14 +188,14 @@ def cases() -> list[Case]:
         )
         for signalled, word in ((signal.SIGKILL, "killed"), (signal.SIGSTOP, "stopped")):
             for step in steps:
-                nth = {"join": 1, "bucket": 8}.get(step, 2)
+                nth = {"join": 1, "bucket": 24}.get(step, 2)
                 named = "engine_quarantined"
                 rows.append(Case(plane, f"engine {word} at {step}", named, OUT, victim=Doom(step, nth, signalled)))
             learner = (
                 ["enter", "announce", "send", "bucket", "sent"] if plane == "gloo" else ["announce", "gather", "sent"]
             )
             for step in learner:
-                nth = {"enter": 1, "bucket": 8, "gather": 3}.get(step, 2)
+                nth = {"enter": 1, "bucket": 24, "gather": 3}.get(step, 2)
                 rows.append(Case(plane, f"learner {word} at {step}", "error", KEPT, learner=Doom(step, nth, signalled)))
     return rows
 

@@ -4,8 +4,8 @@
     send(manifest)     -> manifest with digests; every tensor of the source is seen exactly once
 
 The source is a callable that yields `(name, tensor)`; a tensor has to live only until the next one is asked for: by
-then its bytes were sent, or copied into one of our two buffers. So under ZeRO-3 one gathered tensor is alive at a
-time. Ranks other than 0 call `gather_along` so that the collective gathers match.
+then its bytes were copied into one of our two buckets (`weight_pipe`). So under ZeRO-3 one gathered tensor is alive at
+a time. Ranks other than 0 call `gather_along` so that the collective gathers match.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-import xxhash
 
+from learner.weight_pipe import WeightPipe
 from rollout.engine import Rendezvous
 from rollout.errors import WeightError
 from rollout.meeting import MeetingPoint
@@ -25,7 +25,6 @@ from rollout.weight_group import GlooGroup
 from rollout.weight_stream import (
     NamedTensor,
     as_bytes,
-    buckets,
     given_up,
     prologue,
     root_digest,
@@ -45,74 +44,6 @@ class Sent:
     root: str
     nbytes: int
     seconds: float
-
-
-class _Pipe:
-    """Follows the plan of buckets: large pieces go from where they lie, small ones are gathered in one of two buffers.
-
-    `push` returns when the tensor may die: its large pieces were sent, its small ones copied. A buffer is filled again
-    only after it was sent.
-    """
-
-    def __init__(self, group: GlooGroup, manifest: WeightManifest, bucket_bytes: int) -> None:
-        self._group = group
-        self._plan = buckets([t.nbytes for t in manifest.tensors], bucket_bytes)
-        self._buffers = [torch.empty(bucket_bytes, dtype=torch.uint8) for _ in range(2)]
-        self._tickets: list[int | None] = [None, None]
-        self._turn = self._next = 0
-        self._at = 0  # bytes pushed
-
-    def push(self, data: torch.Tensor) -> str:
-        """Send or copy one tensor's bytes; returns its digest. Each piece is digested just before it goes, while it
-        is in the processor's cache anyway."""
-        start, end = self._at, self._at + data.numel()
-        direct: list[int] = []
-        proof = xxhash.xxh3_128()
-        while self._next < len(self._plan) and self._at < end:
-            bucket = self._plan[self._next]
-            upto = min(bucket.end, end)
-            piece = data[self._at - start : upto - start]
-            proof.update(piece.numpy().data)
-            if bucket.start >= start and bucket.end <= end:
-                direct.append(self._group.broadcast(piece))
-            else:
-                self._gather(piece, self._at - bucket.start)
-                if upto == bucket.end:
-                    self._send_gathered(bucket.end - bucket.start)
-            self._at = upto
-            self._next += upto == bucket.end
-            while len(direct) > 1:  # one on its way while the next is handed over
-                self._group.wait(direct.pop(0))
-        for ticket in direct:
-            self._group.wait(ticket)
-        return proof.hexdigest()
-
-    def pad(self) -> None:
-        """Send zeros for what is missing (the source failed; receivers still expect that many bytes)."""
-        left = (self._plan[-1].end if self._plan else 0) - self._at
-        while left > 0:
-            piece = torch.zeros(min(left, self._buffers[0].numel()), dtype=torch.uint8)
-            self.push(piece)
-            left -= piece.numel()
-
-    def finish(self, tail: torch.Tensor) -> None:
-        """Both buffers are sent; the trailer ends the stream."""
-        self._await(0)
-        self._await(1)
-        self._group.wait(self._group.broadcast(tail))
-
-    def _gather(self, piece: torch.Tensor, at: int) -> None:
-        self._await(self._turn)
-        self._buffers[self._turn][at : at + piece.numel()].copy_(piece)
-
-    def _send_gathered(self, n: int) -> None:
-        self._tickets[self._turn] = self._group.broadcast(self._buffers[self._turn][:n])
-        self._turn = 1 - self._turn
-
-    def _await(self, which: int) -> None:
-        ticket, self._tickets[which] = self._tickets[which], None
-        if ticket is not None:
-            self._group.wait(ticket)
 
 
 class WeightSender:
@@ -161,7 +92,7 @@ class WeightSender:
             raise WeightError(f"no weight group to send version {manifest.version} to; invite engines first")
         started = time.monotonic()
         group.start_clock()
-        pipe = _Pipe(group, manifest, self.bucket_bytes)
+        pipe = WeightPipe(group, manifest, self.bucket_bytes)
         try:
             group.wait(group.broadcast(prologue(group.rendezvous.epoch, manifest, self.bucket_bytes)))
             digests = self._stream(pipe, manifest)
@@ -177,7 +108,7 @@ class WeightSender:
         proven = sealed(manifest, digests)
         return Sent(proven, root_digest(proven), manifest.nbytes, time.monotonic() - started)
 
-    def _stream(self, pipe: _Pipe, manifest: WeightManifest) -> list[str]:
+    def _stream(self, pipe: WeightPipe, manifest: WeightManifest) -> list[str]:
         digests: list[str] = []
         for i, (name, tensor) in enumerate(self._source()):
             self._check(manifest, i, name, tensor)

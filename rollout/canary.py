@@ -1,7 +1,8 @@
 """The canary: fixed tokens, scored by the learner and by each engine after a commit, and compared.
 
 It sees what digests of received bytes cannot: weights loaded under a wrong name, a forgotten adapter, a scale, an
-output head that stayed old. A jump beyond the tolerance alarms at once; a creeping error alarms by its trend:
+output head that stayed old. A jump beyond the tolerance alarms at once; a creeping error alarms by its trend; the same
+content loaded again must give the same log-probs, which shows errors far below the usual difference of the two sides:
 
     reading 1   mean abs difference 0.0212      |  an engine in bf16 against a learner in fp32: an offset is normal
     reading 2                       0.0211      |
@@ -31,7 +32,8 @@ class CanaryText:
 class Reading:
     """One engine at one version: `Reading("rollout-0", 7, mean_abs=0.021, bias=-0.0004, alarm="")`.
 
-    bias is the mean of engine minus learner; alarm names what is wrong, "" if nothing.
+    bias is the mean of engine minus learner; moved is how far the engine's log-probs are from its own last ones (mean
+    abs), 0 unless the content is the same; alarm names what is wrong, "" if nothing.
     """
 
     engine: str
@@ -39,6 +41,7 @@ class Reading:
     mean_abs: float
     bias: float
     slope: float = 0.0
+    moved: float = 0.0
     alarm: str = ""
 
 
@@ -63,7 +66,7 @@ def slope(values: Sequence[float]) -> float:
 class Canary:
     """Judges the readings of one engine against `tolerance` and against the engine's own history.
 
-    frozen    the same content was loaded again: nothing may move by more than `floor`
+    frozen    the same content was loaded again: no log-prob may move, `floor` on average allowed
     changed   training went on: the difference may grow with it, but not past `growth` times what was normal
     trend     over `window` readings the difference climbs steadily by more than that
     """
@@ -75,6 +78,7 @@ class Canary:
     floor: float = 5.0e-4  # below this it is the noise of the arithmetic
     _history: list[float] = field(default_factory=list)
     _content: str = ""
+    _seen: Sequence[Float32] = ()
 
     def read(
         self, engine: str, version: int, seen: Sequence[Float32], wanted: Sequence[Float32], content: str = ""
@@ -82,17 +86,18 @@ class Canary:
         """Judge one comparison. `content` is the root digest loaded: equal content must give equal readings."""
         mean_abs, bias = difference(seen, wanted)
         trend = slope([*self._history, mean_abs][-self.window :]) if np.isfinite(mean_abs) else float("inf")
-        alarm = self._judge(mean_abs, trend, frozen=bool(content) and content == self._content)
+        moved = difference(seen, self._seen)[0] if content and content == self._content else 0.0
+        alarm = self._judge(mean_abs, trend, moved)
         if not alarm:  # an alarmed reading does not become part of what is normal
             self._history.append(mean_abs)
-            self._content = content
-        return Reading(engine, version, mean_abs, bias, trend, alarm)
+            self._content, self._seen = content, seen
+        return Reading(engine, version, mean_abs, bias, trend, moved, alarm)
 
-    def _judge(self, mean_abs: float, trend: float, frozen: bool) -> str:
+    def _judge(self, mean_abs: float, trend: float, moved: float) -> str:
         if not mean_abs <= self.tolerance:
             return f"log-probs differ by {mean_abs:.4f} on average, tolerance {self.tolerance}"
-        if frozen and self._history and abs(mean_abs - self._history[-1]) > self.floor:
-            return f"log-probs moved from {self._history[-1]:.5f} to {mean_abs:.5f} off although the weights did not"
+        if not moved <= self.floor:
+            return f"log-probs moved by {moved:.5f} on average although the weights did not, {self.floor} allowed"
         if len(self._history) < self.calibrate:
             return ""
         normal = statistics.median(self._history[: max(self.calibrate, self.window)])

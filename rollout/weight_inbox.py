@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,10 +29,10 @@ from rollout.weight_stream import (
     DIGEST_BYTES,
     PROLOGUE_WORDS,
     DigestTrail,
-    buckets,
     check_digests,
     check_prologue,
     layout_hash,
+    pieces,
     prologue,
     read_trailer,
     root_digest,
@@ -90,14 +91,14 @@ def receive(group: GlooGroup, manifest: WeightManifest, spool: Spool, bucket_byt
         _stay_in_step(group, manifest, head, bucket_bytes)
         raise
     trail = DigestTrail(manifest)
-    plan = buckets([t.nbytes for t in manifest.tensors], bucket_bytes)
-    works = [group.broadcast(data[b.start : b.end]) for b in plan[:1]]
-    for i, bucket in enumerate(plan):
-        group.wait(works.pop())
-        if i + 1 < len(plan):  # the next bucket flows while this one is digested
-            works.append(group.broadcast(data[plan[i + 1].start : plan[i + 1].end]))
-        trail.update(data[bucket.start : bucket.end])
-        place.release(bucket.start, bucket.end)
+    plan, flying, posted = pieces(manifest.nbytes, bucket_bytes), deque[int](), 0
+    for piece in plan:  # the next pieces flow while this one is digested; two buckets are touched at most
+        while posted < len(plan) and plan[posted].end - piece.start <= max(2 * bucket_bytes, piece.end - piece.start):
+            flying.append(group.broadcast(data[plan[posted].start : plan[posted].end]))
+            posted += 1
+        group.wait(flying.popleft())
+        trail.update(data[piece.start : piece.end])
+        place.release(piece.start, piece.end)
     tail = torch.empty(DIGEST_BYTES * len(manifest.tensors), dtype=torch.uint8)
     group.wait(group.broadcast(tail))
     check_digests(manifest, read_trailer(tail), trail.digests)
@@ -111,8 +112,8 @@ def _stay_in_step(group: GlooGroup, manifest: WeightManifest, head: torch.Tensor
     if head.tolist()[4:7] != [sum(sizes), len(sizes), bucket_bytes]:
         return
     scratch = torch.empty(max(bucket_bytes, DIGEST_BYTES * len(sizes)), dtype=torch.uint8)
-    for bucket in buckets(sizes, bucket_bytes):
-        group.wait(group.broadcast(scratch[: bucket.end - bucket.start]))
+    for piece in pieces(sum(sizes), bucket_bytes):
+        group.wait(group.broadcast(scratch[: piece.end - piece.start]))
     group.wait(group.broadcast(scratch[: DIGEST_BYTES * len(sizes)]))
 
 

@@ -1,11 +1,11 @@
-"""What travels when weights travel: a prologue, buckets, a trailer. Pure; knows neither gloo nor vLLM.
+"""What travels when weights travel: a prologue, pieces, a trailer. Pure; knows neither gloo nor vLLM.
 
-The bytes of one version are the tensors of its manifest laid end to end, cut into buckets:
+The bytes of one version are the tensors of its manifest laid end to end, cut into pieces of a quarter of a bucket:
 
     prologue   int64[8]              magic, epoch, version, layout, bytes, tensors, bucket bytes, 0
-    bucket 0   uint8[<= bucket]      model.embed_tokens.weight[0 : 8 MiB]
-    bucket 1   uint8[<= bucket]      model.embed_tokens.weight[8 MiB :]
-    bucket 2   uint8[<= bucket]      model.layers.0.input_layernorm.weight, model.layers.0. ...
+    piece 0    uint8[<= bucket/4]    model.embed_tokens.weight[0 : 2 MiB]
+    ...
+    piece 27   uint8[<= bucket/4]    model.embed_tokens.weight[54 MiB :], model.layers.0.input_layernorm.weight, ...
     ...
     trailer    uint8[16 * tensors]   the digest of each tensor, taken by the sender from the tensor itself
 
@@ -33,7 +33,7 @@ from rollout.versions import TensorSpec, WeightManifest
 MAGIC = 0x4845414452414345  # "HEADRACE"
 DIGEST_BYTES = 16
 PROLOGUE_WORDS = 8
-LARGE = 8  # a tensor of at least an eighth of a bucket is sent from where it lies
+PIECES = 4  # of a bucket; several are under way at once, so that nobody waits for the other's turn
 DTYPES = ("bfloat16", "float32", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 NamedTensor = tuple[str, torch.Tensor]
@@ -96,31 +96,17 @@ def check_prologue(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class Piece:
     """Bytes `[start, end)` of the version."""
 
     start: int
     end: int
 
 
-def buckets(sizes: Sequence[int], bucket_bytes: int) -> list[Bucket]:
-    """How the bytes of a version are cut, the same on both sides: [7, 3, 20] by 8 -> 0:7, 7:10, 10:18, 18:26, 26:30.
-
-    A large tensor is cut into buckets of its own, which can be sent from where it lies, without a copy; runs of small
-    ones share a bucket.
-    """
-    plan: list[Bucket] = []
-    start = at = 0
-    for size in sizes:
-        large = size >= bucket_bytes // LARGE
-        if at > start and (large or at + size - start > bucket_bytes):
-            plan.append(Bucket(start, at))
-            start = at
-        at += size
-        if large:
-            plan += [Bucket(i, min(i + bucket_bytes, at)) for i in range(start, at, bucket_bytes)]
-            start = at
-    return [*plan, Bucket(start, at)] if at > start else plan
+def pieces(nbytes: int, bucket_bytes: int) -> list[Piece]:
+    """How the bytes of a version are cut, the same on both sides: 20 bytes in buckets of 32 -> 0:8, 8:16, 16:20."""
+    step = max(bucket_bytes // PIECES, 1)
+    return [Piece(start, min(start + step, nbytes)) for start in range(0, nbytes, step)]
 
 
 class DigestTrail:

@@ -13,11 +13,11 @@ from rollout.versions import WeightManifest
 from rollout.weight_stream import (
     DigestTrail,
     as_bytes,
-    buckets,
     check_digests,
     check_prologue,
     digest,
     layout_hash,
+    pieces,
     prologue,
     read_trailer,
     root_digest,
@@ -59,23 +59,13 @@ def test_digests_do_not_depend_on_the_chunking(sizes: list[int]) -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 100), max_size=20), st.integers(8, 64))
-def test_buckets_tile_the_bytes(sizes: list[int], bucket_bytes: int) -> None:
+@given(st.integers(0, 1000), st.integers(1, 64))
+def test_pieces_tile_the_bytes(nbytes: int, bucket_bytes: int) -> None:
     at = 0
-    for b in buckets(sizes, bucket_bytes):
-        assert b.start == at and 0 < b.end - b.start <= bucket_bytes
-        at = b.end
-    assert at == sum(sizes)
-
-
-def test_large_tensors_have_buckets_of_their_own() -> None:
-    assert [(b.start, b.end) for b in buckets([1, 1, 200, 1, 1], 80)] == [
-        (0, 2),
-        (2, 82),
-        (82, 162),
-        (162, 202),
-        (202, 204),
-    ]
+    for p in pieces(nbytes, bucket_bytes):
+        assert p.start == at and 0 < p.end - p.start <= max(bucket_bytes // 4, 1)
+        at = p.end
+    assert at == nbytes
 
 
 def test_views_give_back_the_tensors() -> None:
