@@ -1,6 +1,6 @@
 """What does bringing a version to an engine cost, and how much of it is its proof? Each side has a core.
 
-    raw        one buffer broadcast over and over: what the path can do at all
+    raw        one broadcast of everything, from memory into memory that is there already: what the path can do at all
     plain      one broadcast per tensor into fresh memory, no digests: what most systems do
     unproven   ours without digests
     ours       buckets into the spool, digests on both sides
@@ -85,14 +85,15 @@ def _receiver(connection: Connection, spool_dir: str, bucket: int) -> None:
     """A process of its own on core 1."""
     os.sched_setaffinity(0, {min(1, (os.cpu_count() or 1) - 1)})
     torch.set_num_threads(1)
-    spool, groups = Spool(spool_dir), {}
+    spool, groups, whole = Spool(spool_dir), {}, []
 
     def take(manifest: WeightManifest) -> None:
         spool.promote(receive(groups["now"], manifest, spool, bucket))
 
     def run(op: str, a: dict[str, Any]) -> Any:
         if op == "enter":
-            groups["now"] = GlooGroup.enter(Rendezvous(**a))
+            groups["now"] = GlooGroup.enter(Rendezvous(**a["rendezvous"]))
+            whole.append(torch.ones(a["nbytes"], dtype=torch.uint8))
             return None
         group, manifest = groups["now"], manifest_from_plain(a)
         group.start_clock()
@@ -100,7 +101,7 @@ def _receiver(connection: Connection, spool_dir: str, bucket: int) -> None:
             "ours": lambda: take(manifest),
             "unproven": lambda: unproven(lambda: take(manifest)),
             "plain": lambda: _receive_plain(group, manifest),
-            "raw": lambda: _raw(group, manifest.nbytes, bucket),
+            "raw": lambda: _raw(group, whole[0]),
         }
         return timed(ways[op])
 
@@ -126,12 +127,10 @@ def _send_plain(group: GlooGroup, weights: Weights) -> None:
         group.wait(group.broadcast(as_bytes(tensor)))
 
 
-def _raw(group: GlooGroup, nbytes: int, bucket: int) -> None:
-    """Either side: the same memory over and over, which stays in the processor's cache."""
-    buffer = torch.empty(bucket, dtype=torch.uint8)
+def _raw(group: GlooGroup, whole: torch.Tensor) -> None:
+    """Either side: one broadcast of everything, from memory to memory that is there already."""
     group.start_clock()
-    for start in range(0, nbytes, bucket):
-        group.wait(group.broadcast(buffer[: min(bucket, nbytes - start)]))
+    group.wait(group.broadcast(whole))
 
 
 async def transfer(weights: Weights, repeats: int, scratch: str, bucket: int) -> dict[str, float]:
@@ -140,11 +139,14 @@ async def transfer(weights: Weights, repeats: int, scratch: str, bucket: int) ->
     sender = WeightSender(lambda: weights.items(), bucket_bytes=bucket)
     remote = Remote(_receiver, scratch, bucket)
     rendezvous = sender.invite(["receiver"])["receiver"]
-    await asyncio.gather(remote.call("enter", asdict(rendezvous)), asyncio.to_thread(sender.enter))
-    manifest, group = sender.announce(1), sender._group
+    manifest = sender.announce(1)
+    asked = {"rendezvous": asdict(rendezvous), "nbytes": manifest.nbytes}
+    await asyncio.gather(remote.call("enter", asked), asyncio.to_thread(sender.enter))
+    group = sender._group
+    whole = torch.cat([as_bytes(t) for t in weights.values()])
     assert group is not None
     ways: dict[str, Way] = {
-        "raw": lambda: _raw(group, manifest.nbytes, bucket),
+        "raw": lambda: _raw(group, whole),
         "plain": lambda: _send_plain(group, weights),
         "unproven": lambda: unproven(lambda: sender.send(manifest)),
         "ours": lambda: sender.send(manifest),
