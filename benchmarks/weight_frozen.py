@@ -51,7 +51,8 @@ class Outcome:
             f"{tag}/false_alarms": float(len(self.alarms)),
             f"{tag}/mean_abs": float(np.mean(values)),
             f"{tag}/largest_slope": max(abs(r.slope) for r in self.readings),
-            f"{tag}/largest_move": max(r.moved for r in self.readings),
+            f"{tag}/stretch": float(np.mean([r.stretch for r in self.readings])),
+            f"{tag}/tremble": float(np.std([r.stretch for r in self.readings])),
             f"{tag}/alarmed_after": float("nan") if self.alarmed_after is None else float(self.alarmed_after),
         }
 

@@ -81,7 +81,7 @@ def unproven(work: Callable[[], Any]) -> None:
 # --- the engine's side ------------------------------------------------------------------------------------------------
 
 
-def _receiver(connection: Connection, spool_dir: str, bucket: int) -> None:
+def receiver(connection: Connection, spool_dir: str, bucket: int) -> None:
     """A process of its own on core 1."""
     os.sched_setaffinity(0, {min(1, (os.cpu_count() or 1) - 1)})
     torch.set_num_threads(1)
@@ -137,7 +137,7 @@ async def transfer(weights: Weights, repeats: int, scratch: str, bucket: int) ->
     """Medians over `repeats` rounds; one round before them only warms up. Keys: transfer/*, attest/*, memory/*."""
     os.sched_setaffinity(0, {0})
     sender = WeightSender(lambda: weights.items(), bucket_bytes=bucket)
-    remote = Remote(_receiver, scratch, bucket)
+    remote = Remote(receiver, scratch, bucket)
     rendezvous = sender.invite(["receiver"])["receiver"]
     manifest = sender.announce(1)
     asked = {"rendezvous": asdict(rendezvous), "nbytes": manifest.nbytes}
