@@ -190,6 +190,7 @@ class Cluster:
 
     def _learner(self, placement: Placement, seat: Seat) -> Any:
         from actors.learner_actor import LearnerActor, LearnerSpec
+        from learner import heap
 
         c = self.config
         spec = LearnerSpec(
@@ -209,7 +210,7 @@ class Cluster:
             ),
             keep_last=c.checkpoint.keep_last,
         )
-        return self._actor(LearnerActor, placement, self.task, seat, spec)
+        return self._actor(LearnerActor, placement, self.task, seat, spec, **heap.ENVIRONMENT)
 
     @property
     def _store_url(self) -> str:

@@ -136,23 +136,27 @@ class WeightStore:
         self._fs.mv(path + ".new", path)
 
     def _forget_old(self) -> None:
-        """Drop what is older than the `keep_anchors` newest anchors; readers under way ask again."""
+        """Drop what is older than the `keep_anchors` newest anchors, also what a learner left that died while writing.
+
+        Readers under way ask again.
+        """
         found = [self.manifest(v) for v in self.versions()]
-        anchors = [p.manifest.version for p in found if p.base < 0]
-        if len(anchors) <= self._keep_anchors:
-            return
-        for p in found:
-            if p.manifest.version < anchors[-self._keep_anchors]:
-                self._fs.rm_file(f"{self._root}/v{p.manifest.version:08d}.json")
-                self._fs.rm_file(f"{self._root}/{p.file}")
+        anchors = [p.manifest.version for p in found if p.base < 0][-self._keep_anchors :]
+        for name in self._names():
+            if int(name[1:9]) < anchors[0]:
+                self._fs.rm_file(f"{self._root}/{name}")
 
     # --- the engines' side --------------------------------------------------------------------------------------------
 
     def versions(self) -> list[int]:
         """Published versions, oldest first."""
+        return sorted(int(n[1:9]) for n in self._names() if n.endswith(".json"))
+
+    def _names(self) -> list[str]:
+        """Our files: v00000010.json, v00000010.anchor.safetensors, ..."""
         self._fs.invalidate_cache()
         names = (Path(p).name for p in self._fs.ls(self._root, detail=False))
-        return sorted(int(n[1:9]) for n in names if n.startswith("v") and n.endswith(".json"))
+        return [n for n in names if n[:1] == "v" and n[1:9].isdigit()]
 
     def manifest(self, version: int) -> Published:
         """WeightError if `version` is not (or no longer) there, or its manifest is damaged."""

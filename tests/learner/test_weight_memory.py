@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from learner import heap
 from rollout.meeting import free_port
 
 BUCKET = 8 << 20
@@ -50,7 +51,7 @@ def model_of_85_mb(path: Path) -> Path:
 def test_memory_of_a_sending_under_zero_3(tmp_path) -> None:
     model = model_of_85_mb(tmp_path / "model")
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(""))}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment |= heap.ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     ranks = [
         subprocess.Popen([sys.executable, RANK, model, tmp_path, str(BUCKET)], env={**environment, "RANK": str(r)})
         for r in range(2)

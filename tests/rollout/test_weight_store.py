@@ -120,6 +120,21 @@ def test_old_versions_go_and_what_is_needed_stays(tmp_path) -> None:
         store.manifest(3)
 
 
+def test_the_store_stays_bounded_though_learners_die_while_they_write(tmp_path) -> None:
+    learner, store, sizes = Learner(), WeightStore(str(tmp_path), anchor_every=4, keep_anchors=2), []
+    for version in range(120):
+        if version % 7 == 3:  # one wrote a version and died before it published it
+            for leftover in (f"v{version:08d}.anchor.safetensors", f"v{version:08d}.json.new"):
+                (tmp_path / leftover).write_bytes(b"x" * 100_000)
+            store = WeightStore(str(tmp_path), anchor_every=4, keep_anchors=2)
+        published = store.publish(version, learner.serving())
+        assert same(store.fetch(version, Spool(tmp_path)), learner.serving())
+        learner.step()
+        sizes.append(sum(f.stat().st_size for f in tmp_path.iterdir()))
+    full = published.manifest.nbytes
+    assert max(sizes) < 4 * full, f"{max(sizes) / full:.1f} versions, {sorted(f.name for f in tmp_path.iterdir())}"
+
+
 def test_a_restarted_learner_goes_on_with_an_anchor(tmp_path) -> None:
     learner = Learner()
     WeightStore(str(tmp_path)).publish(0, learner.serving())
