@@ -39,7 +39,7 @@ class _Ring:
         return self._memory[start:end]
 
     def send(self, stretch: torch.Tensor) -> None:
-        start = stretch.storage_offset()
+        start = int(stretch.storage_offset())
         self._flying.append((start, start + stretch.numel(), self._group.broadcast(stretch)))
 
     def drain(self) -> None:

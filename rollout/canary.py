@@ -58,7 +58,7 @@ def difference(engine: Sequence[Float32], learner: Sequence[Float32]) -> tuple[f
     gap = np.concatenate(engine).astype(np.float64) - wanted
     if not np.isfinite(gap).all():
         return float("inf"), float("inf"), float("inf")
-    return float(np.abs(gap).mean()), float(gap.mean()), float(gap @ wanted / max(wanted @ wanted, 1e-12))
+    return float(np.abs(gap).mean()), float(gap.mean()), float(gap @ wanted) / (float(wanted @ wanted) or 1.0)
 
 
 def slope(values: Sequence[float]) -> float:

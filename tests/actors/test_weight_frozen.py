@@ -18,10 +18,10 @@ async def test_two_hundred_frozen_syncs_are_silent_and_a_scale_is_heard(tmp_path
     assert len(outcome.readings) == 2 * 200 and not outcome.alarms
     assert {r.slope for r in outcome.readings} == {0.0}
     assert outcome.alarmed_after is not None and outcome.alarmed_after <= 3
-    assert "stretched" in outcome.alarm
+    assert "log-probs" in outcome.alarm
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_the_same_with_vllm_under_load(tmp_path, monkeypatch) -> None:
     from actors.models import make_tiny_llama
     from benchmarks.weights import load
@@ -36,8 +36,8 @@ def test_the_same_with_vllm_under_load(tmp_path, monkeypatch) -> None:
     )
     texts = (CanaryText((72, 101, 108), (108, 111, 32, 119)), CanaryText((5, 6), (7, 8, 9)))
     wanted = weight_frozen.learner_scores(saved(tmp_path / "sharp", model, weights), texts)
-    outcome = asyncio.run(weight_frozen.vllm(settings, weights, texts, wanted, syncs=20))
-    assert len(outcome.readings) == 20 and not outcome.alarms
+    outcome = asyncio.run(weight_frozen.vllm(settings, weights, texts, wanted, syncs=6))
+    assert len(outcome.readings) == 6 and not outcome.alarms
     assert max(r.mean_abs for r in outcome.readings) < 1e-3, "the engine does not serve what was sent"
     assert max(abs(r.slope) for r in outcome.readings) < 1e-5
     assert outcome.alarmed_after is not None and outcome.alarmed_after <= 3, outcome.readings
