@@ -79,14 +79,15 @@ def forgotten(
     leases it `holds` nor among those it `scores`: a request or an answer was doubled, late or lost on the way.
     """
 
-    def unknown(e: Entry) -> bool:
-        generating = e.state is State.LEASED
-        name, _, seq = (e.key if generating else e.scoring_key if e.state is State.GENERATED else "").rpartition(":")
-        if name != client or int(seq) >= beat or int(seq) in asks:
-            return False
-        return holds.get(e.ordinal) != e.attempt if generating else e.ordinal not in scores
+    prefix = f"{client}:"
 
-    return [e for e in entries if unknown(e)]
+    def unknown(e: Entry) -> bool:
+        key = e.key if e.state is State.LEASED else e.scoring_key if e.state is State.GENERATED else ""
+        if not key.startswith(prefix) or (seq := int(key[len(prefix) :])) >= beat or seq in asks:
+            return False
+        return holds.get(e.ordinal) != e.attempt if e.state is State.LEASED else e.ordinal not in scores
+
+    return [e for e in entries if (e.scoring_key or e.key).startswith(prefix) and unknown(e)]
 
 
 def _describe(entries: Iterable[Entry]) -> str:
