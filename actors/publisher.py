@@ -19,7 +19,7 @@ from rollout.canary import CanaryText
 from rollout.config import WeightsConfig
 from rollout.engine import CommitReport, Rendezvous
 from rollout.types import Float32, Int32
-from rollout.versions import WeightManifest
+from rollout.versions import AdapterSpec, WeightManifest
 
 if TYPE_CHECKING:
     from learner.engine import LearnerEngine
@@ -60,15 +60,20 @@ class Plane:
     kind: Literal["gloo", "nccl", "store"]
     store_url: str = ""
     workers: int = 1  # GPUs of one engine
+    adapters: bool = False  # versions are adapters alone
 
 
-def open_sender(plane: Plane, source: Callable[[], Iterator[tuple[str, Any]]], config: WeightsConfig) -> Any:
+def open_sender(
+    plane: Plane, source: Callable[[], Iterator[tuple[str, Any]]], config: WeightsConfig, adapter: AdapterSpec | None
+) -> Any:
     """The learner's end of a plane. A new plane is one more case here, and a receiver in `rollout/`."""
     match plane.kind:
         case "gloo":
             from learner.weight_sender import WeightSender
 
-            return WeightSender(source, bucket_bytes=config.bucket_mb << 20, timeout_s=config.timeout_s)
+            return WeightSender(
+                source, adapter=adapter, bucket_bytes=config.bucket_mb << 20, timeout_s=config.timeout_s
+            )
         case "nccl":
             from learner.nccl_sender import NcclSender
 
@@ -77,7 +82,7 @@ def open_sender(plane: Plane, source: Callable[[], Iterator[tuple[str, Any]]], c
             from learner.weight_publisher import WeightPublisher
             from rollout.weight_store import WeightStore
 
-            return WeightPublisher(source, WeightStore(plane.store_url))
+            return WeightPublisher(source, WeightStore(plane.store_url), adapter)
 
 
 class Publisher:
@@ -95,9 +100,11 @@ class Publisher:
     ) -> None:
         self._engine, self._rank, self._world = engine, rank, world
         self._canaries = canaries
+        self._tensors = engine.adapter_tensors if plane.adapters else engine.state_tensors
+        adapter = engine.adapter_spec() if plane.adapters else None  # on every rank: it may have to gather
         self._sync: WeightSync | None = None
         if rank == 0:
-            sender = open_sender(plane, self._walk, config)
+            sender = open_sender(plane, self._walk, config, adapter)
             canary = CanaryPlan(canaries, self._score, config.canary_every, config.canary_tolerance)
             self._sync = WeightSync(ThreadedSender(sender), event, config.timeout_s, canary=canary)
 
@@ -114,7 +121,7 @@ class Publisher:
         """The weights/* metrics of this version; {} on ranks other than 0."""
         if self._sync is None:
             while self._signal(0):
-                for _ in self._engine.state_tensors():
+                for _ in self._tensors():
                     pass
             return {}
         try:
@@ -124,7 +131,7 @@ class Publisher:
 
     def _walk(self) -> Iterator[tuple[str, Any]]:
         self._signal(1)
-        yield from self._engine.state_tensors()
+        yield from self._tensors()
 
     def _signal(self, value: int) -> int:
         """Rank 0 says 1 (walk with me) or 0 (done); the others hear it."""

@@ -133,6 +133,9 @@ def _backed_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         export.add_argument("run_dir", metavar="D", help="a run directory")
         export.add_argument("--out", required=True, metavar="HF_DIR")
         export.add_argument("--version", type=int, help="which checkpoint; default: the newest whole one")
+        export.add_argument(
+            "--adapter", action="store_true", help="the adapters alone (LoRA), not merged into the model"
+        )
     if importlib.util.find_spec("rollout.journal"):
         rollouts = command("export-rollouts", _export_rollouts, "write the journal's groups as a data set")
         rollouts.add_argument("run_dir", metavar="D", help="a run directory")
@@ -239,10 +242,11 @@ def _soak(a: argparse.Namespace, rest: list[str]) -> Any:
 
 
 def _export(a: argparse.Namespace, _: list[str]) -> None:
-    from launch.export import export
+    from launch.export import export, export_adapter
     from launch.run_dir import RunDirectory
 
-    print(export(RunDirectory.open(a.run_dir), Path(a.out), a.version))
+    write = export_adapter if a.adapter else export
+    print(write(RunDirectory.open(a.run_dir), Path(a.out), a.version))
 
 
 def _export_rollouts(a: argparse.Namespace, _: list[str]) -> None:

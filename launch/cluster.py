@@ -174,6 +174,7 @@ class Cluster:
             kv_cache_bytes=kv_mb and kv_mb << 20,
             tensor_parallel=max(1, len(placement.gpus)),
             kv_policy=c.weights.kv_policy,
+            adapter_rank=c.topology.learner.lora_rank if c.adapters_travel else 0,
             plane=c.plane,
             store_url=self._store_url,
             bucket_bytes=c.weights.bucket_mb << 20,
@@ -201,7 +202,7 @@ class Cluster:
             component_weights=tuple((r.component, r.weight) for r in c.rewards),
             learner=c.topology.learner,
             weights=c.weights,
-            plane=Plane(c.plane, self._store_url, max(1, int(c.topology.rollout.gpus))),
+            plane=Plane(c.plane, self._store_url, max(1, int(c.topology.rollout.gpus)), c.adapters_travel),
             schedule=Schedule(
                 steps=c.run.steps,
                 evaluate_at=frozenset(c.evaluated_versions),

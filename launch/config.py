@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 
 from actors.config import ModelConfig, PromptsConfig, RewardConfig
 from launch.config_errors import first_problem
-from launch.contradictions import BYTES_PER_TOKEN, contradictions
+from launch.contradictions import BYTES_PER_TOKEN, contradictions, why_not_adapters
 from launch.yaml_reader import Source, read
 from learner.choices import Choices
 from learner.config import AlgorithmConfig, LearnerConfig
@@ -176,6 +176,13 @@ class RunConfig(Section):
         if min(self.topology.rollout.gpus, self.topology.learner.gpus) >= 1:
             return "nccl"
         return "store" if self.topology.rollout.gpus > 1 else "gloo"
+
+    @property
+    def adapters_travel(self) -> bool:
+        """Whether only adapters travel: as said, or wherever there are some and both ends can."""
+        if self.weights.lora != "auto":
+            return self.weights.lora == "adapter"
+        return self.topology.learner.lora_rank > 0 and not why_not_adapters(self)
 
     @property
     def evaluated_versions(self) -> tuple[int, ...]:

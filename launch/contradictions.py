@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from rollout.vllm_settings import ADAPTER_RANKS
+
 if TYPE_CHECKING:
     from launch.config import RunConfig
 
@@ -32,6 +34,7 @@ def contradictions(config: RunConfig) -> Iterator[Problem]:
     yield from _groups(config)
     yield from _lengths(config)
     yield from _learning(config)
+    yield from _adapters(config)
     yield from _rewards(config)
 
 
@@ -113,6 +116,30 @@ def _learning(c: RunConfig) -> Iterator[Problem]:
     if learner.offload_params and learner.zero_stage != 3:
         reason = f"needs topology.learner.zero_stage 3; it is {learner.zero_stage}"
         yield Problem("topology.learner.offload_params", "true", reason)
+
+
+def _adapters(c: RunConfig) -> Iterator[Problem]:
+    learner, lora = c.topology.learner, c.weights.lora
+    if lora != "auto" and not learner.lora_rank:
+        reason = "there are no adapters, topology.learner.lora_rank is 0; set that, or weights.lora to auto"
+        yield Problem("weights.lora", lora, reason)
+    elif lora == "adapter" and (reason := why_not_adapters(c)):
+        yield Problem("weights.lora", lora, f"{reason}; use merged")
+    for target in {t.rpartition(".")[2] for t in learner.lora_targets} & {"lm_head", "embed_tokens"}:
+        reason = "the learner would not train an adapter there; leave it out"
+        yield Problem("topology.learner.lora_targets", target, reason)
+
+
+def why_not_adapters(c: RunConfig) -> str:
+    """What keeps adapters from travelling alone; "" if nothing does."""
+    learner, served = c.topology.learner, c.model.dtype
+    if c.plane == "nccl":
+        return "vLLM's nccl transfer writes into the layers of the model and knows no adapters"
+    if learner.lora_rank > ADAPTER_RANKS[-1]:
+        return f"engines have room for rank {ADAPTER_RANKS[-1]}, topology.learner.lora_rank is {learner.lora_rank}"
+    if learner.compute_dtype not in (served, "float32"):
+        return f"the learner's base in {learner.compute_dtype} would not be the engines' in {served} (model.dtype)"
+    return ""
 
 
 def _rewards(c: RunConfig) -> Iterator[Problem]:

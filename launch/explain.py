@@ -57,6 +57,7 @@ AFFECTS: dict[str, Affects] = {  # key -> what it changes elsewhere, in the numb
     "topology.queue.durability": lambda c: "fsync survives a power cut, os a killed process, memory neither",
     "topology.queue.retain": lambda c: f"disk: the journal takes up to {c.journal_bytes / 1e6:.1f} MB",
     "weights.plane": lambda c: f"here {c.plane}",
+    "weights.lora": lambda c: "here only adapters travel" if c.adapters_travel else "here all weights travel",
     "evaluate.every": lambda c: f"evaluations at {_versions(c)}",
     "checkpoint.every": lambda c: "how much a resumed run does again, and how long the journal must remember",
     "observe.prometheus_port": lambda c: "headrace_* gauges over HTTP; the address is in <run dir>/prometheus.json",
@@ -69,6 +70,7 @@ DERIVED = {  # what nobody says and follows from what was said
     "groups_in_flight": "groups one engine generates at the same time: its share of the slots",
     "journal_bytes": "the most that the journal takes on disk, if every answer has sampling.max_tokens tokens",
     "plane": "how weights travel: weights.plane, or by where the GPUs are",
+    "adapters_travel": "whether versions are adapters alone: weights.lora, or wherever both ends can",
     "evaluated_versions": "weight versions whose held-out score is measured",
 }
 

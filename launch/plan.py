@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,20 @@ class Plan:
             "groups_in_flight_per_engine": c.groups_in_flight,
             "max_staleness": c.staleness.bound,
             "weight_plane": c.plane,
-            "weight_bytes": self.parameters and self.parameters * DTYPE_BYTES[c.model.dtype],
+            "weights_travel_as": "adapters" if c.adapters_travel else "whole models",
+            "weight_bytes": self.travelling and self.travelling * DTYPE_BYTES[c.model.dtype],
             "evaluated_versions": list(c.evaluated_versions),
             "memory_gb": self.memory_gb(),
             "journal_gb": round(c.journal_bytes / 1e9, 3),
         }
+
+    @property
+    def travelling(self) -> int | None:
+        """Parameters that a version consists of; None while the model is not there."""
+        learner = self.config.topology.learner
+        if not self.config.adapters_travel:
+            return self.parameters
+        return adapter_parameters(Path(self.config.model.path), learner.lora_rank, learner.lora_targets)
 
     def memory_gb(self) -> float | None:
         """A rough sum of host memory over all processes; None while the model is not there."""
@@ -110,7 +120,7 @@ class Plan:
             f"{c.sampling.max_tokens} tokens",
             f"  slots           (bound {s} + 1) x {p} = {d['slots']} groups between lease and release",
             f"  staleness       no token older than {s} version{'' if s == 1 else 's'}, by construction",
-            f"  weights         {d['weight_plane']}"
+            f"  weights         {d['weights_travel_as']} by {d['weight_plane']}"
             + (f", {_size(d['weight_bytes'])} each step" if d["weight_bytes"] else ""),
             f"  whole run       {d['groups_to_train']} groups trained"
             + (f"; held-out score at versions {_list(d['evaluated_versions'])}" if d["evaluated_versions"] else ""),
@@ -136,15 +146,32 @@ def make_plan(config: RunConfig, inventory: Inventory) -> Plan:
 
 def parameters_of(model: Path) -> int | None:
     """Parameters by the headers of the safetensors files (no weights are read); None where there are none."""
+    shapes = _shapes(model)
+    return None if shapes is None else (sum(math.prod(shape) for shape in shapes.values()) or None)
+
+
+def adapter_parameters(model: Path, rank: int, targets: Sequence[str]) -> int | None:
+    """Parameters of adapters on `targets`, or on every linear layer but the output head; None without a model."""
     total = 0
+    for name, shape in (_shapes(model) or {}).items():
+        layer = name.removesuffix(".weight").rpartition(".")[2]
+        linear = len(shape) == 2 and "embed" not in layer and layer != "lm_head"
+        if layer in {t.rpartition(".")[2] for t in targets} if targets else linear:
+            total += rank * sum(shape)
+    return total or None
+
+
+def _shapes(model: Path) -> dict[str, list[int]] | None:
+    """Name -> shape of every tensor; None where a file is no safetensors file."""
+    shapes: dict[str, list[int]] = {}
     for file in sorted(model.glob("*.safetensors")):
         try:
             with file.open("rb") as stream:
                 header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
         except (OSError, ValueError, MemoryError, OverflowError):
             return None
-        total += sum(math.prod(t["shape"]) for name, t in header.items() if name != "__metadata__")
-    return total or None
+        shapes |= {name: t["shape"] for name, t in header.items() if name != "__metadata__"}
+    return shapes
 
 
 def free_bytes(folder: Path) -> int:

@@ -30,12 +30,14 @@ from learner.look import Stepped
 from learner.packing import Answer, pack
 from learner.policy import DTYPES, Inputs, PolicyOutput, layout_of, load_policy
 from learner.schedule import learning_rate
-from learner.weights import NamedWeight, adapter_weights, named_weights
+from learner.weights import NamedWeight, adapter_weights, base_weights, named_weights
 from learner.world import World
 from learner.zero import Zero
 from learner.zero_config import refuse_what_cannot_be_kept
 from rollout.errors import DivergedError
 from rollout.types import Float32, Group
+from rollout.versions import AdapterSpec
+from rollout.weight_adapter import base_root
 
 
 class LearnerEngine:
@@ -170,6 +172,11 @@ class LearnerEngine:
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The adapters alone, under peft's names; like `state_tensors` otherwise."""
         yield from self._stream(adapter_weights(self.policy))
+
+    def adapter_spec(self) -> AdapterSpec:
+        """What the adapters are added to, and how: reads the whole base once, for its digest."""
+        base = base_root(self._stream(base_weights(self.policy)))
+        return AdapterSpec(self.config.lora_rank, self.config.lora_alpha, base)
 
     def _stream(self, named: Iterator[NamedWeight]) -> Iterator[tuple[str, Tensor]]:
         for weight in named:

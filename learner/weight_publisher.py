@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from learner.weight_sender import Sent, Source
 from rollout.engine import Rendezvous
-from rollout.versions import WeightManifest
+from rollout.versions import AdapterSpec, WeightManifest
 from rollout.weight_store import WeightStore
 from rollout.weight_stream import spec_of
 
@@ -20,8 +21,8 @@ from rollout.weight_stream import spec_of
 class WeightPublisher:
     """Stands where a `WeightSender` stands; `last` says what the newest version cost in the store."""
 
-    def __init__(self, source: Source, store: WeightStore) -> None:
-        self._source, self._store = source, store
+    def __init__(self, source: Source, store: WeightStore, adapter: AdapterSpec | None = None) -> None:
+        self._source, self._store, self._adapter = source, store, adapter
         self._layout: WeightManifest | None = None
         self.last_bytes = 0
 
@@ -34,12 +35,12 @@ class WeightPublisher:
     def announce(self, version: int) -> WeightManifest:
         self._store.retract(version)
         if self._layout is None:
-            self._layout = WeightManifest(version, tuple(spec_of(name, t) for name, t in self._source()))
-        return WeightManifest(version, self._layout.tensors)
+            self._layout = WeightManifest(version, tuple(spec_of(name, t) for name, t in self._source()), self._adapter)
+        return replace(self._layout, version=version)
 
     def send(self, manifest: WeightManifest) -> Sent:
         started = time.monotonic()
-        published = self._store.publish(manifest.version, self._source())
+        published = self._store.publish(manifest.version, self._source(), self._adapter)
         self.last_bytes = published.nbytes
         return Sent(published.manifest, published.root, published.nbytes, time.monotonic() - started)
 

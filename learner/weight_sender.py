@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,7 +20,7 @@ from learner.weight_pipe import WeightPipe
 from rollout.engine import Rendezvous
 from rollout.errors import WeightError
 from rollout.meeting import MeetingPoint
-from rollout.versions import WeightManifest
+from rollout.versions import AdapterSpec, WeightManifest
 from rollout.weight_group import GlooGroup
 from rollout.weight_stream import (
     NamedTensor,
@@ -50,9 +50,16 @@ class WeightSender:
     """Hosts the meeting point, forms epochs, sends versions. Blocking calls, one at a time, from any thread."""
 
     def __init__(
-        self, source: Source, *, bucket_bytes: int = 8 << 20, timeout_s: float = 60.0, host: str = "127.0.0.1"
+        self,
+        source: Source,
+        *,
+        adapter: AdapterSpec | None = None,
+        bucket_bytes: int = 8 << 20,
+        timeout_s: float = 60.0,
+        host: str = "127.0.0.1",
     ) -> None:
-        self._source = source
+        """With `adapter`, the source yields that adapter's tensors and nothing else."""
+        self._source, self._adapter = source, adapter
         self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
         self._meeting = MeetingPoint(host, timeout_s)
         self._group: GlooGroup | None = None
@@ -78,8 +85,8 @@ class WeightSender:
     def announce(self, version: int) -> WeightManifest:
         """What `version` will consist of. The layout is read from the source once and then held against it."""
         if self._layout is None:
-            self._layout = WeightManifest(version, tuple(spec_of(name, t) for name, t in self._source()))
-        return WeightManifest(version, self._layout.tensors)
+            self._layout = WeightManifest(version, tuple(spec_of(name, t) for name, t in self._source()), self._adapter)
+        return replace(self._layout, version=version)
 
     def send(self, manifest: WeightManifest) -> Sent:
         """Stream one announced version to the group.

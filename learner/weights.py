@@ -38,6 +38,13 @@ def named_weights(policy: PolicyModule) -> Iterator[NamedWeight]:
             yield NamedWeight(name.replace(".base_layer.", "."), [param], param.detach)
 
 
+def base_weights(policy: PolicyModule) -> Iterator[NamedWeight]:
+    """What adapters are added to, without them, under the names of `named_weights`: it never changes."""
+    for name, param in policy.base.named_parameters():
+        if ".lora_" not in name:
+            yield NamedWeight(name.replace(".base_layer.", "."), [param], param.detach)
+
+
 def adapter_weights(policy: PolicyModule) -> Iterator[NamedWeight]:
     """The adapters alone, under peft's names: what an engine that serves adapters needs."""
     for name, param in policy.model.named_parameters():

@@ -55,6 +55,10 @@ class WeightsConfig(Section):
     store_url: str = Field(
         "", description="where plane store keeps versions, a directory or any fsspec URL; empty: the run directory"
     )
+    lora: Literal["auto", "adapter", "merged"] = Field(
+        "auto",
+        description="what travels when adapters are trained: the adapter alone, or all weights with it merged in",
+    )
     bucket_mb: int = Field(8, ge=1, description="bytes under way at once, per side: two buckets of this many MB")
     timeout_s: float = Field(60.0, gt=0, description="deadline of every collective and call of one update")
     kv_policy: Literal["keep", "recompute", "salt"] = Field(

@@ -33,11 +33,25 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSpec:
+    """What an adapter is added to, and how: `base + alpha / rank * B @ A` in every adapted layer.
+
+    AdapterSpec(rank=16, alpha=32.0, base="9f2c..."): base is the root digest of the weights that do not travel
+    (`rollout.weight_adapter.base_root`).
+    """
+
+    rank: int
+    alpha: float
+    base: str
+
+
+@dataclass(frozen=True, slots=True)
 class WeightManifest:
-    """What the learner says version `version` consists of, in sending order."""
+    """What the learner says version `version` consists of, in sending order: all weights, or one adapter's."""
 
     version: int
     tensors: tuple[TensorSpec, ...]
+    adapter: AdapterSpec | None = None  # None: the tensors are the whole model
 
     @property
     def nbytes(self) -> int:

@@ -16,8 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,15 @@ import numpy as np
 from rollout.engine import CommitReport, Completion, Rendezvous, SamplingParams
 from rollout.errors import ConfigError, DeadlineError, EngineError, WeightError
 from rollout.pause import Pauses
-from rollout.types import Float32, Int32, Status
-from rollout.versions import VersionSpan, WeightManifest
+from rollout.types import Float32, Int32
+from rollout.versions import WeightManifest
+from rollout.vllm_requests import check_room, completion, death_named, the_adapter, to_generate, to_score
 from rollout.vllm_settings import VllmSettings, engine_arguments, vllm_environment
 from rollout.weight_inbox import Receipt, manifest_to_plain
 
 __all__ = ["VllmEngine", "VllmSettings", "engine_arguments", "vllm_engine", "vllm_environment"]
 
 _POLL_S = 0.02
-INITIAL_VERSION = "default"  # what vLLM calls the weights of the model directory
 
 
 class VllmEngine:
@@ -45,6 +44,7 @@ class VllmEngine:
         self.settings = settings
         self._event = event or (lambda kind, **fields: None)
         self._llm: Any = None
+        self._adapter: Any = None  # what every request carries where only adapters travel
         self._version = settings.initial_version
         self._broken = ""  # why the weights are in no known state; "" while all is well
         self._stages: set[str] = set()
@@ -66,12 +66,17 @@ class VllmEngine:
                 f"weights.plane: gloo has one receiver per engine, here are {self.settings.tensor_parallel} workers; "
                 "choose store (each worker pulls for itself) or nccl"
             )
+        if self.settings.adapter_rank and self.settings.plane == "nccl":
+            raise ConfigError("weights.lora: adapters do not travel by nccl, which writes into layers; choose merged")
         for key, value in vllm_environment(self.settings.threads).items():
             os.environ.setdefault(key, value)
         os.environ["OMP_NUM_THREADS"] = str(self.settings.threads)
         if self.settings.cores is not None:
             os.sched_setaffinity(0, self.settings.cores)
         self._llm = await asyncio.to_thread(self._build)
+        if self.settings.adapter_rank:
+            (await self._call("open", {})).raise_if_failed()
+            self._adapter = the_adapter()
 
     def _build(self) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -93,44 +98,19 @@ class VllmEngine:
         self, request_id: str, prompt_ids: Sequence[int] | Int32, sampling: SamplingParams, n: int
     ) -> list[Completion]:
         """n answers to one prompt, started together (they share the prompt's KV)."""
-        from vllm import SamplingParams as VllmSampling
-        from vllm.sampling_params import RequestOutputKind
-
         ids = [int(t) for t in prompt_ids]
-        self._check_room(len(ids), sampling.max_tokens)
-        parameters = VllmSampling(
-            n=n,
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop=list(sampling.stop) or None,
-            seed=sampling.seed,
-            logprobs=0,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        output = await self._final(request_id, ids, parameters)
-        answers = [_completion(o, self.settings.initial_version) for o in sorted(output.outputs, key=lambda o: o.index)]
+        check_room(len(ids), sampling.max_tokens, self.settings.max_model_len)
+        output = await self._final(request_id, ids, to_generate(sampling, n))
+        answers = [completion(o, self.settings.initial_version) for o in sorted(output.outputs, key=lambda o: o.index)]
         self._counts["requests"] += n
         self._counts["tokens"] += sum(len(a.token_ids) for a in answers)
         return answers
 
     async def score(self, prompt_ids: Sequence[int], token_ids: Sequence[int], temperature: float) -> Float32:
-        """Log-probs float32[L] of `token_ids` under the present weights; only at temperature 1 (see below).
-
-        vLLM gives prompt tokens the log-probs of the unscaled distribution, so another temperature cannot be had
-        from it; the canary compares weights, for which 1 is as good as any.
-        """
-        from vllm import SamplingParams as VllmSampling
-        from vllm.sampling_params import RequestOutputKind
-
-        if temperature != 1.0:
-            raise ConfigError(f"score: temperature {temperature} is not offered by vLLM for given tokens; use 1.0")
+        """Log-probs float32[L] of `token_ids` under the present weights; only at temperature 1."""
+        parameters = to_score(temperature)
         prompt, tokens = [int(t) for t in prompt_ids], [int(t) for t in token_ids]
-        self._check_room(len(prompt) + len(tokens), 1)
-        parameters = VllmSampling(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, output_kind=RequestOutputKind.FINAL_ONLY
-        )
+        check_room(len(prompt) + len(tokens), 1, self.settings.max_model_len)
         output = await self._final(f"score-{time.monotonic_ns()}", prompt + tokens, parameters)
         rows = output.prompt_logprobs[len(prompt) :]
         return np.array([row[t].logprob for row, t in zip(rows, tokens, strict=True)], dtype=np.float32)
@@ -143,20 +123,12 @@ class VllmEngine:
         salt = f"v{self._version}" if self.settings.kv_policy == "salt" else None
         prompt = tokens_input(ids, cache_salt=salt)
         llm, final = self._running(), None
-        with _death_named(f"request {request_id}"):
-            async for output in llm.generate(prompt, parameters, request_id):
+        with death_named(f"request {request_id}"):
+            async for output in llm.generate(prompt, parameters, request_id, lora_request=self._adapter):
                 final = output
         if final is None:
             raise EngineError(f"vLLM ended request {request_id} without an output; restart the engine")
         return final
-
-    def _check_room(self, n_prompt: int, max_tokens: int) -> None:
-        room = self.settings.max_model_len
-        if n_prompt == 0 or n_prompt + max_tokens > room:
-            raise ConfigError(
-                f"a prompt of {n_prompt} tokens with max_tokens {max_tokens} does not fit a context of {room}; "
-                "shorten one of them or raise the context"
-            )
 
     def _running(self) -> Any:
         if self._llm is None:
@@ -211,7 +183,7 @@ class VllmEngine:
         token = await self._pauses.hold(f"commit of version {version}", ttl_s=2 * self.settings.timeout_s)
         started = time.monotonic()  # the step under way has ended: from here on generation stands still
         try:
-            with _death_named(f"the commit of version {version}"):
+            with death_named(f"the commit of version {version}"):
                 async with asyncio.timeout(self.settings.timeout_s):
                     load_s = await self._load(llm, version)
         except EngineError:
@@ -233,7 +205,7 @@ class VllmEngine:
         return float(max(seconds))
 
     async def _pause(self) -> None:
-        with _death_named("a pause"):
+        with death_named("a pause"):
             # vLLM's pause_generation sleeps 20 ms for the looks of it; its own scheduler call is the pause itself
             clear = self.settings.kv_policy == "recompute"
             await self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=clear)
@@ -255,12 +227,12 @@ class VllmEngine:
         if self._llm is None:
             raise EngineError("the engine is not running; start it first")
         try:
-            with _death_named(f"weight call {what!r}"):
+            with death_named(f"weight call {what!r}"):
                 async with asyncio.timeout(self.settings.timeout_s):
                     answers = await self._llm.collective_rpc("headrace_weights", args=(what, dict(args)))
         except TimeoutError as error:
             raise EngineError(f"vLLM's engine process did not answer {what!r}; restart the engine") from error
-        receipts = [Receipt(**{k: a[k] for k in a if k not in ("load_s", "mended")}) for a in answers]
+        receipts = [Receipt(**a) for a in answers]
         failed = [r for r in receipts if r.state == "failed"]
         behind = [r for r in receipts if r.state != receipts[0].state]
         return failed[0] if failed else min(behind + receipts[:1], key=lambda r: r.state in ("joined", "staged"))
@@ -277,6 +249,10 @@ class VllmEngine:
             if time.monotonic() > deadline:
                 raise DeadlineError(f"the engine's worker to be {state}", timeout_s)
             await asyncio.sleep(_POLL_S)
+
+    async def adapters(self) -> list[int]:
+        """Numbers of the adapters that vLLM holds: [1] where only adapters travel, however many versions came."""
+        return sorted(await self._running().list_loras()) if self.settings.adapter_rank else []
 
     # --- what others may know -----------------------------------------------------------------------------------------
 
@@ -304,28 +280,3 @@ def vllm_engine(settings: VllmSettings, event: Callable[..., None] | None = None
 
         return NcclEngine(settings, event)
     return VllmEngine(settings, event)
-
-
-@contextmanager
-def _death_named(during: str) -> Iterator[None]:
-    """vLLM's "engine dead" as our error, which pickles and says what to do."""
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    try:
-        yield
-    except EngineDeadError as error:
-        raise EngineError(f"vLLM's engine process died during {during}; restart the engine") from error
-
-
-def _completion(output: Any, initial_version: int) -> Completion:
-    """vLLM's CompletionOutput as ours. A request that vLLM aborted has no trainable token."""
-    tokens = np.array(list(output.token_ids), dtype=np.int32)
-    if output.finish_reason not in ("stop", "length") or len(tokens) == 0:
-        return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), (), Status.FAILED, "")
-    logprobs = np.array([row[int(t)].logprob for row, t in zip(output.logprobs, tokens, strict=True)], np.float32)
-    spans = tuple(
-        VersionSpan(initial_version if s.version == INITIAL_VERSION else int(s.version), s.start, s.end)
-        for s in output.weight_versions or ()
-    )
-    status = Status.FINISHED if output.finish_reason == "stop" else Status.TRUNCATED
-    return Completion(tokens, logprobs, spans, status, output.text)

@@ -25,6 +25,9 @@ def vllm_environment(threads: int = 1) -> dict[str, str]:
     }
 
 
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for; smaller ranks are padded with zeros
+
+
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
     """How the engine runs. VllmSettings("models/smollm2-135m", "bfloat16", max_model_len=256, cores=(0,))."""
@@ -48,11 +51,13 @@ class VllmSettings:
     timeout_s: float = 60.0
     seed: int = 0
     initial_version: int = 0
+    adapter_rank: int = 0  # above 0: the base stays as loaded, versions are adapters of up to this rank
     mend: bool = True  # repair what vLLM's reload leaves stale; False only to show that the canary sees it
 
 
 def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     """Keyword arguments for vLLM's `AsyncEngineArgs`."""
+    from rollout.vllm_loader import LOAD_FORMAT
     from rollout.vllm_weights import BACKEND, NCCL_BACKEND, WORKER_EXTENSION
 
     arguments: dict[str, Any] = {
@@ -68,10 +73,24 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "weight_transfer_config": {"backend": NCCL_BACKEND if settings.plane == "nccl" else BACKEND},
-        "additional_config": {"headrace": {"bucket_bytes": settings.bucket_bytes, "spool_dir": settings.spool_dir}},
+        "additional_config": {
+            "headrace": {
+                "bucket_bytes": settings.bucket_bytes,
+                "spool_dir": settings.spool_dir,
+                "adapter_rank": settings.adapter_rank,
+            }
+        },
         "worker_extension_cls": WORKER_EXTENSION,
         "generation_config": "vllm",  # the directory's generation_config.json must not change how tokens are drawn
     }
+    if settings.adapter_rank:
+        arguments |= {
+            "load_format": LOAD_FORMAT,
+            "enable_lora": True,
+            "max_lora_rank": next(r for r in ADAPTER_RANKS if r >= settings.adapter_rank),
+            "max_loras": 1,
+            "max_cpu_loras": 1,
+        }
     if settings.block_size is not None:
         arguments["block_size"] = settings.block_size
     if settings.kv_cache_bytes is not None:

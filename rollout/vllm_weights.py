@@ -1,8 +1,9 @@
 """Our weight-transfer back end inside vLLM's worker process, and the mend for what vLLM's reload leaves stale.
 
 vLLM finds `register` through the `vllm.general_plugins` entry point in every engine process. The life of one update,
-in the worker (each line one RPC; the first three run beside decoding, the others while generation is paused):
+in the worker (each line one RPC; the first four run beside decoding, the others while generation is paused):
 
+    headrace_weights("open", ...)     once, where only adapters travel: put an adapter of zeros in (vllm_adapter.py)
     headrace_weights("join", ...)     enter the epoch's gloo group               (a thread; poll with "status")
     headrace_weights("fetch", ...)    or: pull from the store into the spool    (a thread; poll with "status")
     headrace_weights("stage", ...)    receive into the spool, recompute digests  (a thread; poll with "status")
@@ -10,6 +11,7 @@ in the worker (each line one RPC; the first three run beside decoding, the other
         start_weight_update()             layers go back to checkpoint format
         update_weights({"version": 7})    load the proven bytes; refuse any other version
         finish_weight_update()            vLLM repacks; we mend tied heads that kept their old packed weights
+                                      or, where only adapters travel: the one adapter is replaced
 
 The worker gains `headrace_weights` through `worker_extension_cls`, because vLLM's own `update_weights` may only run
 inside a paused update, and receiving must not.
@@ -20,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -32,9 +34,13 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from rollout.engine import Rendezvous
 from rollout.errors import HeadraceError, WeightError
+from rollout.versions import WeightManifest
 from rollout.weight_inbox import WeightInbox, manifest_from_plain
 from rollout.weight_spool import Staged
 from rollout.weight_stream import NamedTensor, views
+
+if TYPE_CHECKING:
+    from rollout.vllm_adapter import AdapterSlot
 
 BACKEND, NCCL_BACKEND = "headrace", "headrace_nccl"
 _KEEP_BEHIND = 64 << 20
@@ -46,6 +52,11 @@ def register() -> None:
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, HeadraceTransfer)
         WeightTransferEngineFactory.register_engine(NCCL_BACKEND, "rollout.vllm_nccl", "SummedNccl")
+        from vllm.model_executor.model_loader import register_model_loader
+
+        from rollout.vllm_loader import LOAD_FORMAT, WitnessedLoader
+
+        register_model_loader(LOAD_FORMAT)(WitnessedLoader)
 
 
 # --- the mend ---------------------------------------------------------------------------------------------------------
@@ -122,6 +133,8 @@ class HeadraceTransfer(WeightTransferEngine[HeadraceInit, HeadraceUpdate]):
         self._before: dict[str, Callable[..., torch.Tensor]] = {}
         self._loaded: Staged | None = None
         self._mend = True
+        self._max_rank = settings.get("adapter_rank", 0)
+        self._slot: AdapterSlot | None = None  # set by "open" in an engine that takes adapters
         self.load_s = 0.0
         self.mended: list[str] = []
 
@@ -173,6 +186,35 @@ class HeadraceTransfer(WeightTransferEngine[HeadraceInit, HeadraceUpdate]):
         self._loaded = None
         self.load_s = time.monotonic() - self._started
 
+    @property
+    def takes_adapters(self) -> bool:
+        return self._max_rank > 0
+
+    def load_adapter(self, version: int) -> None:
+        """What `headrace_load` does where only adapters travel: no layer is reloaded, one adapter is replaced."""
+        if self._slot is None:
+            raise WeightError("this engine has no place for an adapter yet; it must be opened first")
+        started = time.monotonic()
+        staged = self.inbox.take(version)
+        self._slot.load(staged)
+        self.inbox.committed(staged)
+        self.load_s = time.monotonic() - started
+
+    def _open(self) -> None:
+        from rollout.vllm_adapter import AdapterSlot
+
+        self._slot = AdapterSlot(self.model, self._max_rank, self.vllm_config.lora_config.lora_dtype)
+        self._slot.put_zeros()
+
+    def _checked(self, plain: dict[str, Any]) -> WeightManifest:
+        """The manifest, if this engine takes what it announces."""
+        manifest = manifest_from_plain(plain)
+        if self._slot is not None:
+            self._slot.room.check(manifest)
+        elif manifest.adapter is not None:
+            raise WeightError(f"version {manifest.version} is an adapter, this engine takes whole models; refused")
+        return manifest
+
     def shutdown(self) -> None:
         self.inbox.close()
 
@@ -181,14 +223,16 @@ class HeadraceTransfer(WeightTransferEngine[HeadraceInit, HeadraceUpdate]):
         if what == "join":
             self.inbox.join(Rendezvous(**args))
         elif what == "stage":
-            self.inbox.stage(manifest_from_plain(args))
+            self.inbox.stage(self._checked(args))
         elif what == "fetch":
-            self.inbox.fetch(args["url"], manifest_from_plain(args["manifest"]), args["timeout_s"])
+            self.inbox.fetch(args["url"], self._checked(args["manifest"]), args["timeout_s"])
         elif what == "discard":
             self.inbox.discard()
+        elif what == "open":
+            self._open()
         elif what != "status":
-            raise WeightError(f"unknown weight call {what!r}; known are join, stage, fetch, discard, status")
-        return {**self.inbox.status().as_dict(), "load_s": self.load_s, "mended": self.mended}
+            raise WeightError(f"unknown weight call {what!r}; known are open, join, stage, fetch, discard, status")
+        return self.inbox.status().as_dict()
 
 
 class WeightCalls:
@@ -201,6 +245,9 @@ class WeightCalls:
 
     def headrace_load(self, version: int, mend: bool) -> float:
         """vLLM's whole update session in one call, because generation stands still meanwhile; returns seconds."""
+        if self.weight_transfer_engine.takes_adapters:
+            self.weight_transfer_engine.load_adapter(version)
+            return self.weight_transfer_engine.load_s
         self.start_weight_update()
         self.update_weights({"version": version, "mend": mend})
         self.finish_weight_update()

@@ -22,7 +22,7 @@ import torch
 
 from rollout.engine import Rendezvous
 from rollout.errors import DeadlineError, HeadraceError, WeightError
-from rollout.versions import TensorSpec, WeightManifest
+from rollout.versions import AdapterSpec, TensorSpec, WeightManifest
 from rollout.weight_group import GlooGroup
 from rollout.weight_spool import Spool, Staged
 from rollout.weight_stream import (
@@ -70,12 +70,13 @@ class Receipt:
 def manifest_to_plain(manifest: WeightManifest) -> dict[str, Any]:
     """A manifest as lists and strings, for whatever carries it between processes."""
     rows = [[t.name, t.dtype, list(t.shape), t.nbytes, t.digest] for t in manifest.tensors]
-    return {"version": manifest.version, "tensors": rows}
+    adapter = asdict(manifest.adapter) if manifest.adapter else None
+    return {"version": manifest.version, "tensors": rows, "adapter": adapter}
 
 
 def manifest_from_plain(plain: dict[str, Any]) -> WeightManifest:
     rows = tuple(TensorSpec(n, d, tuple(s), b, g) for n, d, s, b, g in plain["tensors"])
-    return WeightManifest(plain["version"], rows)
+    return WeightManifest(plain["version"], rows, AdapterSpec(**plain["adapter"]) if plain["adapter"] else None)
 
 
 def receive(group: GlooGroup, manifest: WeightManifest, spool: Spool, bucket_bytes: int) -> Staged:

@@ -26,9 +26,10 @@ import torch
 
 from rollout import weight_delta
 from rollout.errors import DeadlineError, WeightError
-from rollout.versions import TensorSpec, WeightManifest
+from rollout.versions import AdapterSpec, TensorSpec, WeightManifest
 from rollout.weight_delta import Delta
 from rollout.weight_files import Entry, read_data, read_header, write
+from rollout.weight_inbox import manifest_from_plain, manifest_to_plain
 from rollout.weight_spool import Place, Spool, Staged
 from rollout.weight_stream import DigestTrail, NamedTensor, as_bytes, check_digests, digest, root_digest, spec_of
 
@@ -65,10 +66,10 @@ class WeightStore:
 
     # --- the learner's side -------------------------------------------------------------------------------------------
 
-    def publish(self, version: int, tensors: Iterable[NamedTensor]) -> Published:
+    def publish(self, version: int, tensors: Iterable[NamedTensor], adapter: AdapterSpec | None = None) -> Published:
         """Write one version: a delta to the one before; an anchor every `anchor_every`, or if a delta saves little."""
         base = self._spool.serving
-        staged = self._gather(version, tensors)
+        staged = self._gather(version, tensors, adapter)
         if base is not None and (base.manifest.version == version or not _same_layout(base.manifest, staged.manifest)):
             base = None  # published a second time, or another model: nothing to build on
         if base is not None and self._since_anchor + 1 < self._anchor_every:
@@ -89,7 +90,7 @@ class WeightStore:
         if self._fs.exists(path):
             self._fs.rm_file(path)
 
-    def _gather(self, version: int, tensors: Iterable[NamedTensor]) -> Staged:
+    def _gather(self, version: int, tensors: Iterable[NamedTensor], adapter: AdapterSpec | None) -> Staged:
         """Copy the learner's tensors into the free place, one at a time, digesting each."""
         place, specs, at = self._spool.free(), [], 0
         for name, tensor in tensors:
@@ -98,7 +99,7 @@ class WeightStore:
             specs.append(TensorSpec(spec.name, spec.dtype, spec.shape, spec.nbytes, digest(data).hex()))
             place.release(at, at + spec.nbytes)
             at += spec.nbytes
-        manifest = WeightManifest(version, tuple(specs))
+        manifest = WeightManifest(version, tuple(specs), adapter)
         return Staged(manifest, root_digest(manifest), place)
 
     def _write_anchor(self, staged: Staged) -> Published:
@@ -129,10 +130,9 @@ class WeightStore:
         return Published(staged.manifest, staged.root, base.manifest.version, name, nbytes)
 
     def _write_manifest(self, p: Published) -> None:
-        rows = [[t.name, t.dtype, list(t.shape), t.nbytes, t.digest] for t in p.manifest.tensors]
-        plain = {"version": p.manifest.version, "root": p.root, "base": p.base, "file": p.file, "nbytes": p.nbytes}
+        plain = {**manifest_to_plain(p.manifest), "root": p.root, "base": p.base, "file": p.file, "nbytes": p.nbytes}
         path = f"{self._root}/v{p.manifest.version:08d}.json"
-        self._fs.pipe_file(path + ".new", json.dumps({**plain, "tensors": rows}).encode())
+        self._fs.pipe_file(path + ".new", json.dumps(plain).encode())
         self._fs.mv(path + ".new", path)
 
     def _forget_old(self) -> None:
@@ -163,8 +163,7 @@ class WeightStore:
         path = f"{self._root}/v{version:08d}.json"
         try:
             plain: dict[str, Any] = json.loads(self._fs.cat_file(path))
-            rows = tuple(TensorSpec(n, d, tuple(s), b, g) for n, d, s, b, g in plain["tensors"])
-            manifest = WeightManifest(plain["version"], rows)
+            manifest = manifest_from_plain(plain)
             found = Published(manifest, plain["root"], plain["base"], plain["file"], plain["nbytes"])
         except FileNotFoundError as error:
             raise WeightError(

@@ -71,14 +71,15 @@ def sealed(manifest: WeightManifest, digests: Sequence[str]) -> WeightManifest:
 
 
 def layout_hash(manifest: WeightManifest) -> int:
-    """Names, types and shapes in order, as a positive int64: a reordered or missing tensor changes it."""
-    text = "\n".join(f"{t.name} {t.dtype} {t.shape}" for t in manifest.tensors)
+    """Names, types and shapes in order, as a positive int64: a reordered or missing tensor changes it, and so does what
+    an adapter belongs to."""
+    text = "\n".join(f"{t.name} {t.dtype} {t.shape}" for t in manifest.tensors) + f"\n{manifest.adapter}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def root_digest(manifest: WeightManifest) -> str:
     """One string for the whole content of a sealed manifest (not its version: equal content has equal roots)."""
-    text = "\n".join(f"{t.name} {t.dtype} {t.shape} {t.digest}" for t in manifest.tensors)
+    text = "\n".join(f"{t.name} {t.dtype} {t.shape} {t.digest}" for t in manifest.tensors) + f"\n{manifest.adapter}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

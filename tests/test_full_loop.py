@@ -110,16 +110,20 @@ def test_its_journal_teaches_by_preferences(finished: Run) -> None:
 
 
 def test_the_exported_weights_answer_as_vllm_did(finished: Run) -> None:
+    export_answers_as_vllm_did(finished)
+
+
+def export_answers_as_vllm_did(run: Run) -> None:
     """The last evaluation was answered by vLLM with the weights it serves at the end; transformers loads the export."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model_dir = finished.directory.path / "model"
+    model_dir = run.directory.path / "model"
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    rows = list(read_lines(finished.directory.evaluations / "v00000008.jsonl"))
+    rows = list(read_lines(run.directory.evaluations / "v00000008.jsonl"))
     assert len(rows) == 16
-    before = list(read_lines(finished.directory.evaluations / "v00000000.jsonl"))
+    before = list(read_lines(run.directory.evaluations / "v00000000.jsonl"))
     assert [r["answer"] for r in rows] != [r["answer"] for r in before], "training changed no answer: proves nothing"
     for row in rows:
         ids = tokenizer(row["prompt"], return_tensors="pt")
@@ -130,6 +134,20 @@ def test_the_exported_weights_answer_as_vllm_did(finished: Run) -> None:
 def test_the_report_is_there(finished: Run) -> None:
     assert finished.directory.report_path.stat().st_size > 10_000
     assert finished.directory.curves_path.stat().st_size > 10_000
+
+
+def test_with_adapters_only_adapters_travel(tmp_path: Path, tiny_llama: Path, prompts: Path) -> None:
+    run = Run(tmp_path, tiny_llama, prompts, "topology.learner.lora_rank=4", "algorithm.learning_rate=0.03")
+    assert run.start().wait(400) == 0, run.output() + run.logs()
+    events = run.directory.events()
+    commits = [e for e in events if e["event"] == "weights_committed"]
+    assert [e["version"] for e in commits] == list(range(9))
+    assert max(e["bytes"] for e in commits) < (tiny_llama / "model.safetensors").stat().st_size / 4
+    assert not [e for e in events if e["event"] in ("weights_refused", "canary_alarm", "engine_quarantined")]
+    scores = {e["version"]: e["score"] for e in events if e["event"] == "evaluation"}
+    assert scores[8] > scores[0] + 0.3
+    export_answers_as_vllm_did(run)  # merged by the learner, computed side by side in the engine
+    assert not check_spans(run.directory, bound=2).wrong
 
 
 def test_killed_whole_it_resumes_and_loses_nothing(tmp_path: Path, tiny_llama: Path, prompts: Path) -> None:

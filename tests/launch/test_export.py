@@ -1,5 +1,5 @@
 """Proves that what `headrace export` writes is what was trained: the run's last model as it is, any checkpoint through
-the model's own names (adapters merged), and nothing at all where there is nothing whole."""
+the model's own names (adapters merged, or alone), and nothing at all where there is nothing whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from actors.models import make_tiny_llama
 from launch.config import load
-from launch.export import export
+from launch.export import export, export_adapter
 from launch.run_dir import RunDirectory
 from learner import checkpoint
 from learner.policy import load_policy
@@ -60,6 +60,31 @@ def test_a_checkpoint_becomes_a_model(make_run: Any, tiny: Path, tmp_path: Path,
         assert got.keys() == expected.keys() and len(got) > 10
         assert all(torch.equal(got[name], expected[name]) for name in expected)
     assert (tmp_path / "new/tokenizer.json").is_file()
+
+
+def test_adapters_alone_are_what_peft_loads(make_run: Any, tiny: Path, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    learner = {"compute_dtype": "float32", "lora_rank": 4, "lora_alpha": 6.0}
+    run = make_run(over={"model": {"path": str(tiny), "dtype": "float32"}, "topology": {"learner": learner}})
+    merged = write_checkpoint(run, 8)
+    assert "the adapters of version 8" in export_adapter(run, tmp_path / "adapter")
+    assert (tmp_path / "adapter/adapter_model.safetensors").stat().st_size < tiny_bytes(tiny) / 2
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny, dtype="auto"), tmp_path / "adapter")
+    got = dict(loaded.merge_and_unload().named_parameters())
+    assert got.keys() == merged.keys() and all(torch.allclose(got[n], merged[n], atol=1e-6) for n in merged)
+    with pytest.raises(ConfigError, match="exists; name a new directory"):
+        export_adapter(run, tmp_path / "adapter")
+
+
+def test_a_run_without_adapters_has_none_to_export(make_run: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="trained all weights"):
+        export_adapter(make_run(), tmp_path / "out")
+
+
+def tiny_bytes(path: Path) -> int:
+    return (path / "model.safetensors").stat().st_size
 
 
 def test_the_model_of_a_finished_run_is_copied(make_run: Any, tmp_path: Path) -> None:

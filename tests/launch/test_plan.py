@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch.inventory import Host, Inventory
-from launch.plan import make_plan, parameters_of
+from launch.plan import adapter_parameters, make_plan, parameters_of
 
 TWO_CORES = Inventory((Host("box", (0, 1), 0, 16.0),))
 
@@ -28,6 +28,23 @@ def test_parameters_come_from_the_headers_of_all_files(tmp_path: Path) -> None:
     assert parameters_of(tmp_path) == 84
     (tmp_path / "c.safetensors").write_bytes(b"\x05")
     assert parameters_of(tmp_path) is None  # damaged: nothing is better than something wrong
+
+
+def test_what_an_adapter_weighs(tmp_path: Path) -> None:
+    shapes = {"embed_tokens.weight": [10, 4], "norm.weight": [4], "lm_head.weight": [10, 4]}
+    layers = {"0.q_proj.weight": [4, 4], "0.down_proj.weight": [4, 16]}
+    write_weights(tmp_path / "a.safetensors", **shapes, **layers)
+    assert adapter_parameters(tmp_path, 2, ()) == 2 * (8 + 20)
+    assert adapter_parameters(tmp_path, 2, ("q_proj",)) == 16
+    assert adapter_parameters(tmp_path / "nowhere", 2, ()) is None
+
+
+def test_the_page_says_what_travels(make_config: Any, tmp_path: Path) -> None:
+    write_weights(tmp_path / "model.safetensors", **{"0.q_proj.weight": [4096, 4096]})
+    over = {"model": {"path": str(tmp_path)}, "topology": {"learner": {"lora_rank": 64}}}
+    assert "adapters by gloo, 1.0 MB each step" in make_plan(make_config(over), TWO_CORES).text()
+    over["topology"] = {}
+    assert "whole models by gloo, 33.6 MB each step" in make_plan(make_config(over), TWO_CORES).text()
 
 
 def test_the_page_and_the_json_agree(make_config: Any) -> None:

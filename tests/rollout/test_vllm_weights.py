@@ -4,6 +4,7 @@ it no longer does is noticed), the digests do not see it, the canary does, and t
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from learner.weight_publisher import WeightPublisher
 from learner.weight_sender import WeightSender
 from rollout.canary import Canary
 from rollout.engine import SamplingParams
+from rollout.errors import WeightError
+from rollout.versions import AdapterSpec
 from rollout.vllm_engine import VllmEngine, VllmSettings
 from rollout.vllm_weights import BACKEND, mend_packed, packed_state, register
 from rollout.weight_store import WeightStore
@@ -71,6 +74,9 @@ async def test_versions_pulled_from_a_store_are_served(emitter_dir, made, tmp_pa
         (answer,) = await engine.generate(f"v{version[0]}", PROMPT, SamplingParams(6, temperature=0.0), 1)
         assert set(answer.token_ids.tolist()) == {version[0]} and answer.versions[0].version == version[0]
     assert store.manifest(3).base == 2  # the second and third came as deltas on what the engine had
+    with pytest.raises(WeightError, match="is an adapter, this engine takes whole models"):
+        await engine.stage(replace(publisher.announce(4), adapter=AdapterSpec(4, 8.0, "00")))
+    assert await engine.adapters() == []
     await engine.close()
 
 
