@@ -62,7 +62,9 @@ WRONGS = (
 class Seed:
     """One run under attack."""
 
-    def __init__(self, folder: Path, seed: int, sabotage: str, aim: str, steps: int, deadline_s: float) -> None:
+    def __init__(
+        self, folder: Path, seed: int, sabotage: str, aim: str, steps: int, attack_s: float, peace_s: float
+    ) -> None:
         self.rng = random.Random(seed)
         self.targets = (*ROLES, "server", "learner", *AIMS.get(aim, ()))
         self.cut_share = CUTS.get(aim, 0.05)
@@ -74,7 +76,8 @@ class Seed:
             max_attempts=50, min_viable=1,
         )  # fmt: skip
         self.plan = Plan(str(folder), settings, sabotage, weather)
-        self.deadline = time.monotonic() + deadline_s
+        self.peace = time.monotonic() + attack_s
+        self.deadline = self.peace + peace_s
         self.processes: dict[str, Any] = {}
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["launch.soak_roles"])
@@ -83,13 +86,16 @@ class Seed:
         self.payload_files: set[str] = set()  # seen so far: clients have placed groups there
 
     def run(self) -> dict[str, int]:
-        """Attack until the learner is done, or the time is over."""
+        """Attack until the learner is done, or the time is over; what is left in peace then must end by itself."""
         watcher = QueueClient(self.plan.server, "watcher", patience_s=0.5, beat_s=BEAT_S)
         try:
             while not self.plan.path("done").exists() and time.monotonic() < self.deadline:
                 self._keep_alive()
                 self._look(watcher)
-                self._attack()
+                if time.monotonic() < self.peace:
+                    self._attack()
+                else:
+                    time.sleep(0.2)
         finally:
             watcher.close()
             self._end_all()
@@ -177,13 +183,15 @@ def soak_queue(
     seeds: int | Sequence[int],
     sabotage: str = "",
     steps: int = 8,
-    deadline_s: float = 90.0,
+    attack_s: float = 90.0,
+    peace_s: float = 240.0,
     keep: Path | None = None,
     aim: str = "",
 ) -> dict[str, Any]:
     """Run the seeds one after the other; the sum of what happened.
 
-    `sabotage` takes one protection away (SABOTAGE); `aim` attacks mostly where that protection stands.
+    `sabotage` takes one protection away (SABOTAGE); `aim` attacks mostly where that protection stands. Each run is
+    attacked for `attack_s` at most, and then left in peace for `peace_s`: on a busy machine it may need that.
     """
     numbers = range(seeds) if isinstance(seeds, int) else seeds
     total: dict[str, Any] = {"seeds": 0, "sabotage": sabotage or None, "bad_seeds": []}
@@ -191,7 +199,7 @@ def soak_queue(
     with _sabotaged(sabotage):
         for seed in numbers:
             folder = Path(tempfile.mkdtemp(prefix="headrace-soak-"))
-            result = Seed(folder, seed, sabotage, aim or sabotage, steps, deadline_s).run()
+            result = Seed(folder, seed, sabotage, aim or sabotage, steps, attack_s, peace_s).run()
             total["seeds"] += 1
             for key, value in result.items():
                 total[key] = total.get(key, 0) + value

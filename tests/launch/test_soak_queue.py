@@ -45,7 +45,7 @@ def test_without_any_one_protection_the_same_attack_does_damage(protection: str)
     """With all protections in place it does none."""
     assert soak_queue([0], aim=protection)["bad_seeds"] == []
     for seed in range(8):
-        if soak_queue([seed], protection, deadline_s=20.0)["bad_seeds"]:
+        if soak_queue([seed], protection, attack_s=20.0, peace_s=20.0)["bad_seeds"]:
             return
     raise AssertionError(f"nobody misses {protection}")
 
