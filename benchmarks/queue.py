@@ -3,14 +3,17 @@
     headrace bench queue [--json FILE] [--repeats 5] [--peer-python VENV/bin/python] [--shapes 8x256,64x32768]
 
     ours      producer, scorer, consumer and server are separate processes: lease, put, score, take, trained, release
-    tq        TransferQueue (SimpleStorage): kv_batch_put in one process, kv_batch_get and kv_clear in another
+    tq_serial TransferQueue (SimpleStorage) as in its own examples: kv_batch_put, kv_batch_get and kv_clear in turn, in
+              one process; what the targets are about
+    tq        TransferQueue pipelined by this benchmark, which makes it faster: kv_batch_put in one process,
+              kv_batch_get and kv_clear in another, told over bare ZeroMQ sockets what is ready
     ray       ray.util.queue.Queue: one put and one get per group; no scoring, nothing durable
     raw       ZeroMQ PUSH/PULL, one message per group: the ceiling; no server between, no replies, nothing kept
 
 A shape is SAMPLES x TOKENS; 8 samples are one group, all samples of a shape are one step. Each sample carries ids
 int32, log-probs float32 and a mask: 9 bytes a token. The peers do no scoring. Every contender moves the same number of
-steps with up to three of them under way. Contenders take turns, `--repeats` times; medians are shown. A peer that is
-not installed is named as absent.
+steps, all but tq_serial with up to three of them under way. Whoever takes a step has its arrays, checked, as columns.
+Contenders take turns, `--repeats` times; medians are shown. A peer that is not installed is named as absent.
 """
 
 from __future__ import annotations
@@ -60,11 +63,16 @@ class Shape:
 
 
 DEFAULT_SHAPES = "8x256,64x1024,64x32768,1024x256"
+OS_TARGETS = {"8x256": 10, "64x1024": 10, "1024x256": 10, "64x32768": 3}
+FSYNC_TARGETS = {"8x256": 5, "64x1024": 5, "1024x256": 5, "64x32768": 1}
 TARGETS = {  # (contender, against): {shape: how many times as fast, in samples per second}
-    ("os", "tq"): {"8x256": 10, "64x1024": 10, "1024x256": 10, "64x32768": 3},
-    ("fsync", "tq"): {"8x256": 5, "64x1024": 5, "1024x256": 5, "64x32768": 1},
+    ("os", "tq_serial"): OS_TARGETS,
+    ("fsync", "tq_serial"): FSYNC_TARGETS,
     ("memory", "raw"): {"64x32768": 0.5},
+    ("os", "tq"): OS_TARGETS,
+    ("fsync", "tq"): FSYNC_TARGETS,
 }
+PEERS = ("tq_serial", "tq")
 
 
 class Contender:
@@ -111,10 +119,11 @@ def contenders(peer_python: str | None) -> tuple[dict[str, Contender], dict[str,
         found["ray"] = Contender("ray", [sys.executable, "-m", "benchmarks.queue_peers", "ray"])
     else:
         absent["ray"] = "Ray is not installed in this environment"
-    if peer_python and Path(peer_python).exists():
-        found["tq"] = Contender("tq", [peer_python, "-m", "benchmarks.queue_peers", "tq"])
-    else:
-        absent["tq"] = f"TransferQueue needs an environment of its own: --peer-python, or {PEER_PYTHON}"
+    for name in PEERS:
+        if peer_python and Path(peer_python).exists():
+            found[name] = Contender(name, [peer_python, "-m", "benchmarks.queue_peers", name])
+        else:
+            absent[name] = f"TransferQueue needs an environment of its own: --peer-python, or {PEER_PYTHON}"
     return found, absent
 
 
@@ -138,7 +147,7 @@ def run(shapes: Sequence[Shape], repeats: int, peer_python: str | None, say: Any
                     if "cpu" in found_now:
                         spent = {role: round(s / samples * 1e6, 1) for role, s in found_now["cpu"].items()}
                         cpu.setdefault(shape.name, {})[name] = spent
-        for name in (n for n in (*OURS, "tq") if n in found):
+        for name in (n for n in (*OURS, *PEERS) if n in found):
             latencies[name] = found[name].measure(samples=8, tokens=1024, steps=300, latency=True)
     finally:
         for contender in found.values():
@@ -171,7 +180,7 @@ def judge(medians: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
 def show(figures: dict[str, Any], shapes: Sequence[Shape]) -> None:
     names = [
         n
-        for n in ("raw", "memory", "os", "fsync", "tq", "ray")
+        for n in ("raw", "memory", "os", "fsync", *PEERS, "ray")
         if any(n in v for v in figures["samples_per_s"].values())
     ]
     print(f"{'samples/s (MB/s)':>16}" + "".join(f"{n:>19}" for n in names))
@@ -187,7 +196,7 @@ def show(figures: dict[str, Any], shapes: Sequence[Shape]) -> None:
             print(f"{shape_name:>16} {name}: microseconds of processor time per sample: {parts}")
     for row in figures["targets"]:
         verdict = "ok" if row["ok"] else "MISSED"
-        print(f"{row['what']:>16} on {row['shape']:<9} wanted {row['wanted']:g}x, found {row['found']:g}x  {verdict}")
+        print(f"{row['what']:>18} on {row['shape']:<9} wanted {row['wanted']:g}x, found {row['found']:g}x  {verdict}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

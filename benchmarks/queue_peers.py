@@ -1,6 +1,6 @@
 """The peers that benchmarks/queue.py compares with, each under an interpreter that has it.
 
-python -m benchmarks.queue_peers ray | tq
+python -m benchmarks.queue_peers ray | tq | tq_serial
 """
 
 from __future__ import annotations
@@ -117,5 +117,37 @@ def transfer_queue() -> None:
     serve(measure)
 
 
+def transfer_queue_serial() -> None:
+    """As in TransferQueue's own examples: one process puts, gets and clears, one batch after the other."""
+    import ray
+    import torch
+    import transfer_queue as tq
+    from tensordict import TensorDict
+
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    tq.init()
+    torch.set_num_threads(1)
+    runs = 0
+
+    def measure(order: Order) -> dict[str, Any]:
+        nonlocal runs
+        runs += 1
+        made = {k: torch.from_numpy(c) for k, c in columns(order["samples"], order["tokens"]).items()}
+        step = TensorDict(made, batch_size=order["samples"])
+        waits, started = [], time.monotonic()
+        for n in range(order["steps"]):
+            keys = [f"{runs}.{n}.{i}" for i in range(order["samples"])]
+            put = time.monotonic()
+            tq.kv_batch_put(keys=keys, partition_id="train", fields=step)
+            batch = tq.kv_batch_get(keys=keys, partition_id="train")
+            waits.append((time.monotonic() - put) * 1e3)
+            assert len(batch) == order["samples"]
+            tq.kv_clear(keys=keys, partition_id="train")
+        p50, p99 = np.percentile(waits, (50, 99))
+        return {"seconds": time.monotonic() - started, "p50": float(p50), "p99": float(p99)}
+
+    serve(measure)
+
+
 if __name__ == "__main__":
-    {"ray": ray_queue, "tq": transfer_queue}[sys.argv[1]]()
+    {"ray": ray_queue, "tq": transfer_queue, "tq_serial": transfer_queue_serial}[sys.argv[1]]()

@@ -12,11 +12,12 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from isal.isal_zlib import crc32
 
 from rollout.errors import QueueError
 from rollout.wire import Buffer
@@ -72,9 +73,9 @@ def placed_numbers(folder: Path) -> list[int]:
 
 def checksum(meta: int, body: int, pieces: Iterable[Buffer]) -> int:
     """Of the lengths of meta and body and of what they consist of: the head's crc covers everything behind it."""
-    crc = zlib.crc32(LENGTHS.pack(meta, body))
+    crc = crc32(LENGTHS.pack(meta, body))
     for piece in pieces:
-        crc = zlib.crc32(piece, crc)
+        crc = crc32(piece, crc)
     return crc
 
 

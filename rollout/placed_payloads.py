@@ -1,6 +1,6 @@
 """Payload that never travels: a client on the server's host writes its groups into the journal's folder itself.
 
-    client   PayloadWriter.place   one checksummed record in a payload file of its own -> (file, offset, lengths)
+    client   PayloadWriter         one checksummed record in a payload file of its own -> (file, offset, lengths)
              submit                only the header and that place go to the server
     server   PlacedFiles.holds     is the record there, as long as it was said to be?
              sync, then the journal's own write and sync, then the answer: an acknowledged group is as durable as ever
@@ -19,7 +19,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rollout.journal_disk import Disk
@@ -41,25 +40,40 @@ class PayloadWriter:
         self._number = self._end = 0
 
     def place_all(self, groups: Sequence[tuple[Buffer, Sequence[Buffer]]]) -> list[list[int] | None]:
-        """The place of each. Two at a time: while one is written, the next one's checksum is made."""
-        if len(groups) < 2 or not self.checks:
-            return [self.place(*group) for group in groups]
-        with ThreadPoolExecutor(2, "placing") as pool:
-            return list(pool.map(lambda group: self.place(*group), groups))
+        """[file, offset, meta bytes, body bytes] of each, or None where the disk does not take it.
 
-    def place(self, header: Buffer, frames: Sequence[Buffer]) -> list[int] | None:
-        """[file, offset, meta bytes, body bytes], or None if the disk does not take it."""
-        meta = pack(["group", [], bytes(header)])
-        head = record_head(meta, frames, self.checks)
+        One write for as many groups as the present file takes.
+        """
+        records = [self._record(header, frames) for header, frames in groups]
+        places: list[list[int] | None] = []
         with self._lock:
             try:
-                if self._fd < 0 or self._end >= self.file_bytes:
-                    self._open_next()
-                at = self._end - (self._end + HEAD.size + len(meta)) % -ALIGN
-                self._end = self._disk.write(self._fd, [head, meta, *frames], at)
+                while len(places) < len(records):
+                    places += self._write_some(records[len(places) :])
             except OSError:
-                return None
-            return [self._number, at, len(meta), frame_bytes(frames)]
+                places += [None] * (len(records) - len(places))
+        return places
+
+    def _record(self, header: Buffer, frames: Sequence[Buffer]) -> tuple[Buffer, Buffer, Sequence[Buffer], int]:
+        meta = pack(["group", [], bytes(header)])
+        return record_head(meta, frames, self.checks), meta, frames, frame_bytes(frames)
+
+    def _write_some(self, records: Sequence[tuple[Buffer, Buffer, Sequence[Buffer], int]]) -> list[list[int] | None]:
+        if self._fd < 0 or self._end >= self.file_bytes:
+            self._open_next()
+        places: list[list[int] | None] = []
+        pieces: list[Buffer] = []
+        end = self._end
+        for head, meta, frames, body in records:
+            if end >= self.file_bytes:
+                break
+            gap = -(end + HEAD.size + len(meta)) % ALIGN
+            pieces += (bytes(gap), head, meta, *frames)
+            places.append([self._number, end + gap, len(meta), body])
+            end += gap + HEAD.size + len(meta) + body
+        self._disk.write(self._fd, pieces, self._end)
+        self._end = end
+        return places
 
     def _open_next(self) -> None:
         self._close()

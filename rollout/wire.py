@@ -53,12 +53,12 @@ def encode_group(group: Group) -> tuple[bytes, list[Buffer]]:
     extras, extra_rows = ((), ()) if usual else _extras(items)
     lengths = [a.size for a in tokens]
     nbytes = prompt.nbytes + 9 * sum(lengths) + sum(a.nbytes for a in extras)
-    if nbytes <= ONE_FRAME and items:
-        logprobs = [np.concatenate(logprobs)]
-        pieces = (prompt, np.concatenate(tokens), *logprobs, np.concatenate(masks), *extras)
-        frames: list[Buffer] = [b"".join(map(memoryview, pieces))]
+    pieces = (prompt, *tokens, *logprobs, *masks, *extras)
+    if nbytes <= ONE_FRAME:
+        frames: list[Buffer] = [_joined(pieces)]
+        n = sum(lengths)
+        logprobs = [np.frombuffer(frames[0], FLOAT32, n, prompt.nbytes + 4 * n)]
     else:
-        pieces = (prompt, *tokens, *logprobs, *masks, *extras)
         frames = [np.ascontiguousarray(c).reshape(-1).view(np.uint8).data for c in pieces if c.nbytes]
     for i, values in enumerate(logprobs):
         check_finite(values, f"trajectories[{i}].behaviour_logprobs")
@@ -77,6 +77,13 @@ def encode_group(group: Group) -> tuple[bytes, list[Buffer]]:
         "body": nbytes,
     }
     return pack(header), frames
+
+
+def _joined(pieces: Sequence[np.ndarray]) -> bytes:
+    try:
+        return b"".join(pieces)  # type: ignore[arg-type]
+    except (TypeError, BufferError):  # one of them does not lie in one piece
+        return b"".join(map(np.ascontiguousarray, pieces))  # type: ignore[arg-type]
 
 
 def _is_usual(t: Trajectory) -> bool:

@@ -89,6 +89,8 @@ class Fields:
 
     def ints(self, name: Str, low: Int, high: Int, exactly: Int | None = None, most: Int = 1 << 24) -> tuple[Int, ...]:
         values = self.list(name, exactly, most)
+        if values and set(map(type, values)) == {int} and low <= min(values) and max(values) <= high:
+            return tuple(values)
         for i, value in enumerate(values):
             if type(value) is not int or not low <= value <= high:
                 raise self._fail(f"{name}[{i}]", f"{str(value)[:40]} is not an integer within {low} and {high}")

@@ -22,6 +22,11 @@ MAX_TRAJECTORIES = 65_536
 MAX_VERSION = 1 << 62
 STATUSES = tuple(Status)  # a status travels as its position here
 FAILED = STATUSES.index(Status.FAILED)
+FIELDS = (
+    *("schema", "ordinal", "attempt", "prompt", "lengths", "statuses"),
+    *("versions", "extras", "notes", "verdicts", "body"),
+)  # in the order in which they are written
+MOST_USUAL = 1024  # trajectories
 DTYPES = frozenset({"<i4", "<f4", "<f2", "<f8", "<i2", "<i8", "<u2", "<u4", "|b1", "|u1", "|i1"})
 
 
@@ -66,7 +71,34 @@ class GroupHeader:
 
 def read_header(data: Buffer) -> GroupHeader:
     """Raises WireError naming the field."""
-    f = Fields(unpack(data, "group"), "group")
+    value = unpack(data, "group")
+    return usual_header(value) or careful_header(value)
+
+
+def usual_header(value: Any) -> GroupHeader | None:
+    """A plain group's header: one version, no extras, notes or verdicts, all checked at once. None: look carefully."""
+    if type(value) is not dict or len(value) != len(FIELDS) or tuple(value) != FIELDS:
+        return None
+    schema, ordinal, attempt, prompt, lengths, statuses, versions, extras, notes, verdicts, body = value.values()
+    if schema != SCHEMA or verdicts is not None or extras or notes or (type(extras), type(notes)) != (list, dict):
+        return None
+    if type(lengths) is not list or type(statuses) is not list or not 0 < len(lengths) == len(statuses) <= MOST_USUAL:
+        return None
+    numbers = (schema, ordinal, attempt, prompt, versions, body, *lengths, *statuses)
+    if set(map(type, numbers)) != {int} or min(numbers) < 0 or max(numbers) > 1 << 31:
+        return None
+    n_tokens = sum(lengths)
+    if min(lengths) == 0 or max(statuses) >= len(STATUSES) or body != 4 * prompt + 9 * n_tokens:
+        return None
+    return GroupHeader(
+        ordinal, attempt, prompt, tuple(lengths), tuple(statuses), versions, (), notes, (None,) * len(lengths),
+        body, n_tokens, versions,
+    )  # fmt: skip
+
+
+def careful_header(value: Any) -> GroupHeader:
+    """Any header, field by field. Raises WireError naming the field."""
+    f = Fields(value, "group")
     f.schema(SCHEMA)
     lengths = f.ints("lengths", 0, 1 << 31, most=MAX_TRAJECTORIES)
     n, n_tokens = len(lengths), sum(lengths)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from rollout.journal import read_groups
 from rollout.journal_disk import Disk
-from rollout.journal_segments import placed_numbers, segment_path
+from rollout.journal_segments import Ref, placed_numbers, read_record, segment_path
 from rollout.placed_payloads import PayloadWriter
 from rollout.queue_client import QueueClient
 from rollout.queue_server import QueueServer
+from rollout.wire import decode_group, encode_group, unpack
 from tests.rollout.queue_samples import GOOD, group, same, settings
 
 pytestmark = pytest.mark.timeout(60)
@@ -53,14 +55,14 @@ def test_a_damaged_one_is_dropped_by_name_at_the_restart(tmp_path: Path) -> None
 
 
 def test_a_client_whose_file_is_gone_sends_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = PayloadWriter.place
+    place_all = PayloadWriter.place_all
 
-    def place_and_lose(self: PayloadWriter, *args: object) -> list[int] | None:
-        found = place(self, *args)  # type: ignore[arg-type]
+    def place_and_lose(self: PayloadWriter, *args: object) -> list[list[int] | None]:
+        found = place_all(self, *args)  # type: ignore[arg-type]
         files(tmp_path)[0].unlink()
         return found
 
-    monkeypatch.setattr(PayloadWriter, "place", place_and_lose)
+    monkeypatch.setattr(PayloadWriter, "place_all", place_and_lose)
     with QueueServer(settings(), tmp_path) as server, QueueClient(server.endpoint, "all") as client:
         submit(client, 1)
         client.score({0: GOOD})
@@ -68,10 +70,27 @@ def test_a_client_whose_file_is_gone_sends_the_group(tmp_path: Path, monkeypatch
 
 
 def test_a_full_disk_makes_the_client_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PayloadWriter, "place", lambda *_: None)
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(PayloadWriter, "_open_next", refuse)
     with QueueServer(settings(), tmp_path) as server, QueueClient(server.endpoint, "all") as client:
-        submit(client, 1)
-    assert not files(tmp_path) and len(list(read_groups(tmp_path))) == 1
+        submit(client, 2)
+    assert not files(tmp_path) and len(list(read_groups(tmp_path))) == 2
+
+
+def test_groups_of_one_message_fill_one_file_after_the_other(tmp_path: Path) -> None:
+    writer = PayloadWriter(tmp_path, file_bytes=150_000, checks=True)
+    groups = [group(n, lengths=(n + 1, 9_000)) for n in range(8)]
+    places = writer.place_all([encode_group(g) for g in groups])
+    writer.abandon()
+    assert len({place[0] for place in places if place}) == 4
+    for place, made in zip(places, groups, strict=True):
+        assert place is not None
+        ref = Ref(*place)
+        assert ref.body_at % 64 == 0
+        record, body = read_record(tmp_path, ref)
+        assert same(decode_group(unpack(record)[2], (body,)), made)
 
 
 @pytest.mark.parametrize("durability", ["os", "fsync"])

@@ -15,6 +15,7 @@ from rollout.errors import WireError
 from rollout.types import Failed, Group, Scored, Status, TimedOut
 from rollout.versions import VersionSpan
 from rollout.wire import ONE_FRAME, decode_group, encode_group, pack, read_header, unpack
+from rollout.wire_header import careful_header, usual_header
 from rollout.wire_verdicts import read_verdicts, verdicts_row
 from tests.rollout.queue_samples import group, same, trajectory
 
@@ -194,3 +195,24 @@ def test_verdict_rows_are_checked() -> None:
     for row in (["scored", 1.0], ["scored", ["x"], {}], ["scored", [1.0], {"a": ["b"]}], [[]], {}, None):
         with pytest.raises(WireError):
             read_verdicts(row, "v")
+
+
+@pytest.mark.parametrize("key", [*unpack(encode_group(group(1))[0]), "other"])
+def test_the_quick_look_at_a_header_and_the_careful_one_agree(key: str) -> None:
+    """Whatever the quick one lets through, the careful one reads the same."""
+    plain = unpack(encode_group(group(1))[0])
+    assert usual_header(plain) == careful_header(plain)
+    nasty: list[object] = [None, True, False, -1, 0, 1, 2, 163, 1 << 33, 1.0, "", "x", [], {}, [0], [3, 5], [3, 0]]
+    nasty += [[True, 5], [0, 1], [0, 3], [2, 2], [4, 4], [3.0, 5], [-3, 11], [[0, 3], [0, 5]], {"0": {}}]
+    for value in nasty:
+        changed = {**plain, key: value}
+        quick = usual_header(changed)
+        assert quick is None or quick == careful_header(changed)
+
+
+def test_arrays_that_do_not_lie_in_one_piece_travel_like_others() -> None:
+    whole = np.arange(12, dtype=np.int32)
+    apart = replace(group(1).trajectories[0], token_ids=whole[::4])
+    back = decode_group(*encode_group(replace(group(1), trajectories=(apart, group(1).trajectories[1]))))
+    assert back.trajectories[0].token_ids.tolist() == [0, 4, 8]
+    assert back.columns.lengths == (3, 5) and back.columns.token_ids.tolist()[:3] == [0, 4, 8]
