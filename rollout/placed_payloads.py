@@ -65,7 +65,7 @@ class PayloadWriter:
         pieces: list[Buffer] = []
         end = self._end
         for head, meta, frames, body in records:
-            if end >= self.file_bytes:
+            if places and end >= self.file_bytes:
                 break
             gap = -(end + HEAD.size + len(meta)) % ALIGN
             pieces += (bytes(gap), head, meta, *frames)
