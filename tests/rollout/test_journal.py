@@ -247,7 +247,9 @@ def write_history(folder: Path, groups: int, per_record: int = 50) -> None:
     journal.close()
 
 
-@pytest.mark.parametrize("groups", [50_000, pytest.param(1_000_000, marks=[pytest.mark.soak])])
+@pytest.mark.parametrize(
+    "groups", [50_000, pytest.param(1_000_000, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
+)
 def test_a_long_history_is_replayed_in_time_and_in_bounded_memory(tmp_path: Path, groups: int) -> None:
     """One million small groups in less than 20 s; here a twentieth of them in that time, for machines are busy."""
     import tracemalloc
