@@ -180,6 +180,7 @@ class Cluster:
             bucket_bytes=c.weights.bucket_mb << 20,
             timeout_s=c.weights.timeout_s,
             seed=c.run.seed + placement.index,
+            truncates=c.sampling.top_p < 1 or c.sampling.top_k > 0,
         )
         environment = vllm_environment(placement.threads)
         return self._actor(RolloutActor, placement, self.task, seat, settings, c.groups_in_flight, **environment)

@@ -156,9 +156,6 @@ class RunConfig(Section):
         setting = Setting(
             group_size=sampling.group_size,
             max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
             negative_rewards=any(r.weight < 0 or r.kind == "overlong" for r in self.rewards),
         )
         return resolve(self.algorithm, setting)

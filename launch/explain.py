@@ -40,6 +40,8 @@ AFFECTS: dict[str, Affects] = {  # key -> what it changes elsewhere, in the numb
         f"every choice of the update: here loss {c.choices.loss}, correction {c.choices.correction}"
     ),
     "algorithm.groups_per_step": lambda c: f"slots = (S + 1) * P = {c.slots}; answers per step = {c.samples_per_step}",
+    "algorithm.mini_batches": lambda c: f"optimizer updates per step, and so per version: {c.algorithm.updates}",
+    "algorithm.epochs": lambda c: f"optimizer updates per step, and so per version: {c.algorithm.updates}",
     "algorithm.overrides": lambda c: (
         f"single choices of preset {c.algorithm.preset}; `headrace explain T.yaml clip_high`"
     ),

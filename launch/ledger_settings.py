@@ -11,7 +11,7 @@ def algorithm_setting(config: RunConfig) -> Setting:
     """What the rest of the run says that an algorithm's choice may contradict."""
     s = config.sampling
     negative = any(r.weight < 0 or r.kind == "overlong" for r in config.rewards)
-    return Setting(s.group_size, s.max_tokens, s.temperature, s.top_p, s.top_k, negative_rewards=negative)
+    return Setting(s.group_size, s.max_tokens, negative_rewards=negative)
 
 
 def ledger_settings(config: RunConfig) -> LedgerSettings:

@@ -27,15 +27,11 @@ Rule = tuple[bool, str]
 class Setting:
     """What the rest of the run says that a choice may contradict.
 
-    Setting(group_size=8, max_tokens=256, top_p=1.0, top_k=0, kept_mass=False, negative_rewards=False)
+    Setting(group_size=8, max_tokens=256, negative_rewards=False)
     """
 
     group_size: int = 8
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    kept_mass: bool = False  # trajectories record the probability mass that top_p / top_k kept
     negative_rewards: bool = False  # some weighted sum of the reward components can be below 0
 
 
@@ -168,11 +164,6 @@ def _regulariser_rules(c: Choices) -> list[Rule]:
 
 def _setting_rules(c: Choices, s: Setting) -> list[Rule]:
     return [
-        (
-            (s.top_p < 1 or s.top_k > 0) and not s.kept_mass,
-            f"sampling.top_p {s.top_p} / top_k {s.top_k} renormalise the engine's log-probs, and no kept mass is "
-            "recorded to undo it: every ratio would be biased; set top_p: 1.0 and top_k: 0",
-        ),
         (
             c.aggregation == "constant" and c.length_constant is None,
             "aggregation 'constant' needs length_constant (the generation budget, sampling.max_tokens)",

@@ -135,7 +135,9 @@ class LearnerEngine:
     # ---- public -----------------------------------------------------------------------------------------------------
 
     def train_step(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """One optimizer step on this rank's share of the groups; then `version` is `step + 1`. Raises DivergedError."""
+        """One step (algorithm.updates turns of the optimizer) on this rank's share of the groups, together with the
+        other ranks; then `version` is `step + 1`. Raises DivergedError.
+        """
         walk = train_step if self.choices.objective == "policy" else online_pairs
         report = walk.run(self, groups)
         self.version = step + 1

@@ -12,6 +12,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+import torch
+
 from learner.look import Updater
 from learner.preference import form_pairs
 from learner.preference_step import policy_step
@@ -28,11 +30,12 @@ def run(updater: Updater, groups: Sequence[Group]) -> Report:
     anywhere = updater.world.most(len(pairs))
     metrics = policy_step(updater, pairs) if anywhere else {"loss/total": 0.0, "grad_norm": 0.0, "step/skipped": 1.0}
     about = share.metrics(updater.version, updater.component_names).reduced(updater.world.add_up).finish()
-    tokens = sum(int(t.loss_mask.sum()) for pair in pairs for t in (pair.chosen, pair.rejected))
+    own = [sum(int(t.loss_mask.sum()) for pair in pairs for t in (pair.chosen, pair.rejected)), len(pairs)]
+    tokens, count = updater.world.add_up(torch.tensor(own, dtype=torch.float64)).tolist()
     elapsed = time.perf_counter() - started
-    metrics |= named(about | {"tokens/kept": float(tokens)})
+    metrics |= named(about | {"tokens/kept": tokens})
     metrics |= {
-        "preference/pairs": float(len(pairs)),
+        "preference/pairs": count,
         "time/train": elapsed,
         "throughput/learner_tokens_per_s": tokens / elapsed,
     }

@@ -19,8 +19,10 @@ class SamplingConfig(Section):
     group_size: int = Field(8, ge=1, description="answers per prompt (G)")
     max_tokens: int = Field(256, ge=1, description="token budget of one answer")
     temperature: float = Field(1.0, gt=0.0, le=4.0, description="logits are divided by it, on both sides")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="share of the probability to sample from; 1 is all of it")
-    top_k: int = Field(0, ge=0, description="0 turns it off")
+    top_p: float = Field(
+        1.0, gt=0.0, le=1.0, description="share of the probability to draw from; log-probs stay those of the whole"
+    )
+    top_k: int = Field(0, ge=0, description="draw from the k likeliest tokens only; 0: from all")
     stop: tuple[str, ...] = Field((), description="strings that end an answer; they stay in its tokens")
 
 

@@ -25,7 +25,7 @@ from rollout.versions import VersionSpan, WeightManifest
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. Log-probs are those of the distribution after `temperature` (and only that)."""
+    """How tokens are drawn. Log-probs are those of the whole distribution after `temperature`, before any cut."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -33,6 +33,11 @@ class SamplingParams:
     top_k: int = 0  # 0: off
     stop: tuple[str, ...] = ()
     seed: int | None = None
+
+    @property
+    def truncates(self) -> bool:
+        """Whether unlikely tokens are cut off before the draw."""
+        return self.top_p < 1.0 or self.top_k > 0
 
     @property
     def greedy(self) -> bool:

@@ -77,6 +77,8 @@ class VllmEngine:
         if self.settings.adapter_rank:
             (await self._call("open", {})).raise_if_failed()
             self._adapter = the_adapter()
+        if self.settings.truncates:
+            await self._llm.collective_rpc("headrace_record_before_the_cut")
 
     def _build(self) -> Any:
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -100,6 +102,11 @@ class VllmEngine:
         """n answers to one prompt, started together (they share the prompt's KV)."""
         ids = [int(t) for t in prompt_ids]
         check_room(len(ids), sampling.max_tokens, self.settings.max_model_len)
+        if sampling.truncates and not self.settings.truncates:
+            raise ConfigError(
+                f"top_p {sampling.top_p} / top_k {sampling.top_k}: this engine records log-probs after the cut, which "
+                "no learner can use; start it with truncates=True"
+            )
         output = await self._final(request_id, ids, to_generate(sampling, n))
         answers = [completion(o, self.settings.initial_version) for o in sorted(output.outputs, key=lambda o: o.index)]
         self._counts["requests"] += n

@@ -50,6 +50,7 @@ class VllmSettings:
     store_url: str = ""  # where plane "store" pulls from
     timeout_s: float = 60.0
     seed: int = 0
+    truncates: bool = False  # requests may ask for top_p or top_k
     initial_version: int = 0
     adapter_rank: int = 0  # above 0: the base stays as loaded, versions are adapters of up to this rank
     mend: bool = True  # repair what vLLM's reload leaves stale; False only to show that the canary sees it
@@ -91,6 +92,10 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
             "max_loras": 1,
             "max_cpu_loras": 1,
         }
+    if settings.truncates:
+        from rollout.vllm_sampling import PROCESSORS
+
+        arguments["logits_processors"] = PROCESSORS
     if settings.block_size is not None:
         arguments["block_size"] = settings.block_size
     if settings.kv_cache_bytes is not None:

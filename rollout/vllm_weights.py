@@ -242,6 +242,12 @@ class WeightCalls:
     start_weight_update: Any
     update_weights: Any
     finish_weight_update: Any
+    model_runner: Any
+
+    def headrace_record_before_the_cut(self) -> None:
+        from rollout.vllm_sampling import record_before_the_cut
+
+        record_before_the_cut(self.model_runner.sampler)
 
     def headrace_load(self, version: int, mend: bool) -> float:
         """vLLM's whole update session in one call, because generation stands still meanwhile; returns seconds."""

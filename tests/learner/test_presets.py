@@ -79,8 +79,6 @@ def test_needs() -> None:
         ("maxrl", {}, {"negative_rewards": True}, "flips the sign"),
         ("maxrl", {"overlong_cache": 16}, {}, "negative"),
         ("maxrl", {"kl_coef": 0.1, "kl_in": "reward", "kl_kind": "k1"}, {}, "negative"),
-        ("dapo", {}, {"top_p": 0.9}, "kept mass"),
-        ("dapo", {}, {"top_k": 50}, "kept mass"),
         ("cispo", {"correction": "tis", "correction_high": 2.0}, {}, "twice"),
         ("dapo", {"mode": "bypass"}, {}, "twice"),
         ("a3po", {"mode": "bypass", "correction": "none"}, {}, "does not read"),
@@ -131,7 +129,6 @@ def test_repeated_updates_are_refused_where_they_cannot_be_meant() -> None:
     [
         ("gspo", {"correction": "none"}, {}),
         ("gspo", {"correction": "seq_mask", "correction_high": 3.0}, {}),
-        ("dapo", {}, {"top_p": 0.9, "kept_mass": True}),
         ("dapo", {"mode": "bypass", "correction": "none"}, {}),
         ("dapo", {"mode": "bypass", "correction": "mask", "correction_low": 0.5}, {}),
         ("maxrl", {"kl_coef": 0.01, "kl_in": "loss"}, {}),
