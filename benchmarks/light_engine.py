@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from rollout.engine import CommitReport, Completion, Rendezvous, SamplingParams
-from rollout.errors import ConfigError, DeadlineError, WeightError
+from rollout.errors import ConfigError, WeightError
 from rollout.types import Float32, Int32, Status
 from rollout.versions import VersionSpan, WeightManifest
-from rollout.weight_inbox import Receipt, WeightInbox
+from rollout.weight_inbox import Receipt, WeightInbox, until
 from rollout.weight_stream import views
 
 HEAD, UP, DOWN = "head.weight", "adapter.up.weight", "adapter.down.weight"
@@ -153,17 +153,10 @@ class LightEngine:
         return CommitReport(version, seconds, seconds)
 
     async def _until(self, state: str, timeout_s: float) -> Receipt:
-        deadline = time.monotonic() + timeout_s + 2.0
-        while True:
-            receipt = self.inbox.status()
-            receipt.raise_if_failed()
-            if receipt.state == state:
-                return receipt
-            if receipt.state == "idle":
-                raise WeightError("broken off: the staged weights were discarded")
-            if time.monotonic() > deadline:
-                raise DeadlineError(f"the inbox to be {state}", timeout_s)
-            await asyncio.sleep(_POLL_S)
+        return await until(state, timeout_s, self._status, _POLL_S)
+
+    async def _status(self) -> Receipt:
+        return self.inbox.status()
 
     @property
     def version(self) -> int:

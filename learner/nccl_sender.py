@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from learner.weight_sender import Sent, Source
+from learner.weight_sender import Layout, Sent, Source
 from rollout.engine import Rendezvous
 from rollout.errors import WeightError
 from rollout.meeting import free_port
 from rollout.versions import WeightManifest
 from rollout.weight_checksum import summed
-from rollout.weight_stream import root_digest, sealed, spec_of
+from rollout.weight_stream import root_digest, sealed
 
 
 def open_trainer(host: str, port: int, world_size: int, bucket_bytes: int) -> Any:
@@ -42,7 +42,7 @@ class NcclSender:
         self._source, self._workers, self._bucket_bytes = source, workers, bucket_bytes
         self._timeout_s, self._host, self._trainer = timeout_s, host, trainer
         self._group: Any = None
-        self._layout: WeightManifest | None = None
+        self._layout = Layout(source)
         self._own: Rendezvous | None = None
         self.epoch = 0
 
@@ -64,9 +64,7 @@ class NcclSender:
         self._group = self._trainer(self._host, self._own.port, self._own.world_size, self._bucket_bytes)
 
     def announce(self, version: int) -> WeightManifest:
-        if self._layout is None:
-            self._layout = WeightManifest(version, tuple(spec_of(name, t) for name, t in self._source()))
-        return WeightManifest(version, self._layout.tensors)
+        return self._layout.manifest(version)
 
     def send(self, manifest: WeightManifest) -> Sent:
         if self._group is None:

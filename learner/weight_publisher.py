@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
-from learner.weight_sender import Sent, Source
+from learner.weight_sender import Layout, Sent, Source
 from rollout.engine import Rendezvous
 from rollout.versions import AdapterSpec, WeightManifest
 from rollout.weight_store import WeightStore
-from rollout.weight_stream import spec_of
 
 
 class WeightPublisher:
@@ -23,7 +21,7 @@ class WeightPublisher:
 
     def __init__(self, source: Source, store: WeightStore, adapter: AdapterSpec | None = None) -> None:
         self._source, self._store, self._adapter = source, store, adapter
-        self._layout: WeightManifest | None = None
+        self._layout = Layout(source, adapter)
         self.last_bytes = 0
 
     def invite(self, members: Sequence[str]) -> dict[str, Rendezvous]:
@@ -34,9 +32,7 @@ class WeightPublisher:
 
     def announce(self, version: int) -> WeightManifest:
         self._store.retract(version)
-        if self._layout is None:
-            self._layout = WeightManifest(version, tuple(spec_of(name, t) for name, t in self._source()), self._adapter)
-        return replace(self._layout, version=version)
+        return self._layout.manifest(version)
 
     def send(self, manifest: WeightManifest) -> Sent:
         started = time.monotonic()

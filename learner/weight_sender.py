@@ -46,6 +46,20 @@ class Sent:
     seconds: float
 
 
+class Layout:
+    """Names, types and shapes of what a source yields: walked once, then known without the bytes."""
+
+    def __init__(self, source: Source, adapter: AdapterSpec | None = None) -> None:
+        self._source, self._adapter = source, adapter
+        self._known: WeightManifest | None = None
+
+    def manifest(self, version: int) -> WeightManifest:
+        """What `version` will consist of, without digests."""
+        if self._known is None:
+            self._known = WeightManifest(version, tuple(spec_of(name, t) for name, t in self._source()), self._adapter)
+        return replace(self._known, version=version)
+
+
 class WeightSender:
     """Hosts the meeting point, forms epochs, sends versions. Blocking calls, one at a time, from any thread."""
 
@@ -59,12 +73,12 @@ class WeightSender:
         host: str = "127.0.0.1",
     ) -> None:
         """With `adapter`, the source yields that adapter's tensors and nothing else."""
-        self._source, self._adapter = source, adapter
+        self._source = source
         self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
         self._meeting = MeetingPoint(host, timeout_s)
         self._group: GlooGroup | None = None
         self._members: tuple[str, ...] = ()
-        self._layout: WeightManifest | None = None
+        self._layout = Layout(source, adapter)
         self.epoch = 0
 
     def invite(self, members: Sequence[str]) -> dict[str, Rendezvous]:
@@ -84,9 +98,7 @@ class WeightSender:
 
     def announce(self, version: int) -> WeightManifest:
         """What `version` will consist of. The layout is read from the source once and then held against it."""
-        if self._layout is None:
-            self._layout = WeightManifest(version, tuple(spec_of(name, t) for name, t in self._source()), self._adapter)
-        return replace(self._layout, version=version)
+        return self._layout.manifest(version)
 
     def send(self, manifest: WeightManifest) -> Sent:
         """Stream one announced version to the group.
@@ -135,10 +147,6 @@ class WeightSender:
                 f"the learner yielded {got.name} {got.dtype}{list(got.shape)} where "
                 f"{spec.name} {spec.dtype}{list(spec.shape)} was announced; announce again"
             )
-
-    def forget_layout(self) -> None:
-        """Names or types of the source changed on purpose; read them again at the next announce."""
-        self._layout = None
 
     def close_group(self) -> None:
         """End the epoch; engines that wait for us, or for each other, see it at once. Idempotent."""

@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 
 from rollout.engine import CommitReport, Completion, Rendezvous, SamplingParams
-from rollout.errors import ConfigError, DeadlineError, EngineError, WeightError
+from rollout.errors import ConfigError, EngineError, WeightError
 from rollout.pause import Pauses
 from rollout.types import Float32, Int32
 from rollout.versions import WeightManifest
 from rollout.vllm_requests import check_room, completion, death_named, the_adapter, to_generate, to_score
 from rollout.vllm_settings import VllmSettings, engine_arguments, vllm_environment
-from rollout.weight_inbox import Receipt, manifest_to_plain
+from rollout.weight_inbox import Receipt, manifest_to_plain, until
 
 __all__ = ["VllmEngine", "VllmSettings", "engine_arguments", "vllm_engine", "vllm_environment"]
 
@@ -245,17 +245,7 @@ class VllmEngine:
         return failed[0] if failed else min(behind + receipts[:1], key=lambda r: r.state in ("joined", "staged"))
 
     async def _until(self, state: str, timeout_s: float) -> Receipt:
-        deadline = time.monotonic() + timeout_s + 2.0  # the worker's own deadline comes first, and says more
-        while True:
-            receipt = await self._call("status", {})
-            receipt.raise_if_failed()
-            if receipt.state == state:
-                return receipt
-            if receipt.state == "idle":
-                raise WeightError("broken off: the staged weights were discarded")
-            if time.monotonic() > deadline:
-                raise DeadlineError(f"the engine's worker to be {state}", timeout_s)
-            await asyncio.sleep(_POLL_S)
+        return await until(state, timeout_s, lambda: self._call("status", {}), _POLL_S)
 
     async def adapters(self) -> list[int]:
         """Numbers of the adapters that vLLM holds: [1] where only adapters travel, however many versions came."""

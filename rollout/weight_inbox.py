@@ -10,10 +10,11 @@ a time; a new one first breaks off the old one by closing its group.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,21 @@ class Receipt:
         if self.error == "DeadlineError":
             raise DeadlineError("the weight sender", self.seconds, self.message)
         raise WeightError(self.message)
+
+
+async def until(state: str, timeout_s: float, status: Callable[[], Awaitable[Receipt]], poll_s: float) -> Receipt:
+    """Poll a job until it stands at `state`. Raises WeightError, DeadlineError: what ended it, or that nothing did."""
+    deadline = time.monotonic() + timeout_s + 2.0  # the job's own deadline comes first, and says more
+    while True:
+        receipt = await status()
+        receipt.raise_if_failed()
+        if receipt.state == state:
+            return receipt
+        if receipt.state == "idle":
+            raise WeightError("broken off: the staged weights were discarded")
+        if time.monotonic() > deadline:
+            raise DeadlineError(f"the engine's inbox to be {state}", timeout_s)
+        await asyncio.sleep(poll_s)
 
 
 def manifest_to_plain(manifest: WeightManifest) -> dict[str, Any]:
