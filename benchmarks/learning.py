@@ -35,7 +35,6 @@ from launch.preflight import preflight
 from launch.run_dir import RunDirectory
 from launch.span_check import check_spans
 from rollout.audit import audit
-from rollout.errors import HeadraceError
 from rollout.event_log import JsonLines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -150,7 +149,7 @@ def run_all(cells: Sequence[Cell], folder: Path, out: Path) -> int:
                     cell = measure(cluster, waiting.pop(0), folder)
                     log.append(cell.line())
                     print(said(cell), flush=True)
-        except HeadraceError as error:  # its processes are gone: the next cell gets new ones
+        except RoleDied as error:  # its processes are gone: the next cell gets new ones
             failed += 1
             print(f"FAILED: {error}", file=sys.stderr, flush=True)
     log.close()

@@ -48,7 +48,7 @@ def learn(run: RunDirectory, preset: str = "dpo", steps: int = 24) -> FromJourna
         config.model.path, choices, algorithm, config.topology.learner, "cpu", config.run.seed,
         temperature=config.sampling.temperature, serving_dtype=config.model.dtype, total_steps=steps,
     )  # fmt: skip
-    pairs = list(form_pairs(read_groups(run.journal, fate="trained", scored_only=True)))
+    pairs = list(form_pairs(read_groups(run.journal, fate="trained", verdict="scored")))
     held_out = pairs[::HELD_OUT_EVERY]
     training = [pair for n, pair in enumerate(pairs) if n % HELD_OUT_EVERY]
     asked = Exam(config, run)
@@ -62,7 +62,7 @@ def learn(run: RunDirectory, preset: str = "dpo", steps: int = 24) -> FromJourna
     right = sum(m > 0 for m in margins) / len(margins)
     reward = (round(reward_before, 3), round(asked.take(engine), 3))
     margin = (0.0, round(sum(margins) / len(margins), 3))
-    return FromJournal(preset, len(training), len(held_out), steps, margin, round(right, 3), reward)
+    return FromJournal(preset, config.run.name, len(training), len(held_out), steps, margin, round(right, 3), reward)
 
 
 def gaps(engine: LearnerEngine, pairs: Sequence[Pair]) -> list[float]:

@@ -109,9 +109,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class FromJournal:
-    """FromJournal("dpo", pairs=48, held_out_pairs=16, steps=24, margin=(0, 1.45), accuracy=1.0, reward=(0.11, 1.0))"""
+    """FromJournal("dpo", "tiny", 48, held_out_pairs=16, steps=24, margin=(0, 1.4), accuracy=1.0, reward=(0.11, 1.0))"""
 
     preset: str
+    run: str  # the name of the run that left the journal
     pairs: int
     held_out_pairs: int
     steps: int
@@ -159,7 +160,7 @@ def _preferences(cells: Iterable[Cell], offline: Iterable[FromJournal]) -> list[
         for c in sorted(cells, key=lambda c: (online().index(c.preset), c.staleness))
     ]
     lines += [
-        f"| `{j.preset}` | a journal, read back: {j.pairs} pairs, {j.steps} steps | {j.margin[0]:.2f} → "
+        f"| `{j.preset}` | the journal of the run `{j.run}`: {j.pairs} pairs, {j.steps} steps | {j.margin[0]:.2f} → "
         f"{j.margin[1]:.2f} ({j.accuracy:.0%} of {j.held_out_pairs} held-out pairs) | "
         f"{j.reward[0]:.2f} → {j.reward[1]:.2f} |"
         for j in offline
