@@ -48,7 +48,7 @@ def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("no marks\n")
     with pytest.raises(ConfigError, match="learning: begin"):
-        learning_table.write_page(page, [LEARNT])
+        learning_table.write_page(page, [LEARNT], [])
     assert page.read_text() == "no marks\n"
 
 
