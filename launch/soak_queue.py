@@ -36,7 +36,7 @@ from rollout.ledger_states import LedgerSettings
 from rollout.queue_client import QueueClient
 from rollout.queue_proxy import Weather
 
-ROLES = ("server", "network", "producer-0", "producer-1", "scorer-0", "learner")
+ROLES = ("server", "network", "producer-0", "producer-1", "scorer-0", "scorer-1", "learner", "rank-1")
 AIMS = {  # whom to attack most, so that a missing protection shows soon
     "fsync": ("server",) * 4,
     "placed": ("server",) * 2,

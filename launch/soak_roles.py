@@ -1,6 +1,7 @@
-"""The processes of the queue soak: server, network, producers, scorer, learner. Each may be killed at any moment.
+"""The processes of the queue soak: server, network, producers, scorers, the learner's ranks. Any may be killed at any time.
 
     folder/  journal/  server.sock  front.sock   served  (the live version)   checkpoint (a version)   trained.jsonl
+             life, rank-1 (how far which rank is in which life of the learner)
              durable/ (what a power cut leaves)   corrupt (ordinals whose content was wrong)   done (by the learner)
 
 What an ordinal must contain, what it scores and whether it has signal are pure functions of the ordinal, so every role
@@ -13,6 +14,8 @@ import os
 import random
 import sys
 import time
+import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from launch.soak_faults import believe_everything, core_type, disk
+from rollout.errors import DeadlineError, QueueError
 from rollout.event_log import replace_file
 from rollout.ledger_states import LedgerSettings
 from rollout.queue_client import Drained, Lease, QueueClient
@@ -30,6 +34,7 @@ from rollout.types import Group, Scored, Status, Trajectory, Verdict
 from rollout.versions import VersionSpan
 
 BEAT_S = 0.1
+RANKS = 2  # of the learner: processes "learner" and "rank-1"
 LARGE = 6_000  # tokens of an answer: two of them are over the 64 KiB from which groups are placed
 SEGMENTS = (20_000, 400_000)  # bytes: so small that segments roll and go all the time
 BAD_WEATHER = Weather(lost=0.02, doubled=0.05, delayed=0.1, delay_s=0.3)
@@ -150,24 +155,25 @@ def scorer(plan: Plan, name: str) -> None:
 
 
 def learner(plan: Plan) -> None:
-    """Starts from its checkpoint, like any learner; checkpoints at random."""
-    rng = random.Random()
+    """Rank 0. Starts from its checkpoint, like any learner; checkpoints at random."""
+    rng, life = random.Random(), uuid.uuid4().hex
     version = plan.number("checkpoint")
     log = TrainedLog(plan.path("trained.jsonl"))
     with plan.client("learner") as queue:
         log.resumed(version)
         queue.restarted(version)
         replace_file(plan.path("served"), str(version))
+        replace_file(plan.path("life"), f"{life} {version}")
         while True:
             try:
-                groups = queue.take(version, wait_s=120.0)
+                groups = queue.take(version, 0, RANKS, wait_s=120.0)
             except Drained:
                 break
-            for wrong in (g for g in groups if not is_right(g)):
-                with open(plan.path("corrupt"), "a") as file:
-                    file.write(f"{wrong.ordinal}\n")
+            inspect(plan, groups)
             time.sleep(rng.random() * 0.03)
             log.trained(version, version + 1, groups)
+            while life_of(plan, "rank-1") != (life, version + 1):
+                time.sleep(0.01)
             queue.trained(version, version + 1)
             version += 1
             replace_file(plan.path("served"), str(version))
@@ -179,6 +185,41 @@ def learner(plan: Plan) -> None:
         if version:
             queue.commit(version - 1)
     replace_file(plan.path("done"), str(version))
+
+
+def second_rank(plan: Plan) -> None:
+    """Rank 1 takes its own share of each step of the learner's present life, and says so when it has it in the log."""
+    log = TrainedLog(plan.path("trained.jsonl"), rank=1)
+    with plan.client("rank-1") as queue:
+        while not plan.path("done").exists():
+            life, version = life_of(plan, "life")
+            mine, made = life_of(plan, "rank-1")
+            step = made if mine == life else version
+            try:
+                groups = queue.take(step, 1, RANKS, wait_s=1.0)
+            except (DeadlineError, Drained, QueueError):  # nothing yet, or the learner has gone back
+                time.sleep(0.05)
+                continue
+            inspect(plan, groups)
+            if life_of(plan, "life")[0] == life:
+                log.trained(step, step + 1, groups)
+                replace_file(plan.path("rank-1"), f"{life} {step + 1}")
+
+
+def life_of(plan: Plan, name: str) -> tuple[str, int]:
+    """Which life of the learner a rank is in, and the version it has reached there."""
+    try:
+        life, version = plan.path(name).read_text().split()
+    except FileNotFoundError:
+        return "", 0
+    return life, int(version)
+
+
+def inspect(plan: Plan, groups: Sequence[Group]) -> None:
+    """Write down the groups that are not what they must be."""
+    for wrong in (g for g in groups if not is_right(g)):
+        with open(plan.path("corrupt"), "a") as file:
+            file.write(f"{wrong.ordinal}\n")
 
 
 def checkpoint(plan: Plan, log: TrainedLog, version: int) -> None:
@@ -193,5 +234,5 @@ def role(plan: Plan, name: str) -> None:
     if kind in ("producer", "scorer"):
         {"producer": producer, "scorer": scorer}[kind](plan, name)
     else:
-        {"server": server, "network": network, "learner": learner}[kind](plan)
+        {"server": server, "network": network, "learner": learner, "rank": second_rank}[kind](plan)
     os._exit(0)
