@@ -1,15 +1,17 @@
 """How fast and how lean is one optimizer step? Against TRL's GRPOTrainer, interleaved in one run, and against a floor.
 
-    headrace bench learner [--json FILE] [--trl-python VENV/bin/python] [--model models/smollm2-135m] [--steps 2]
+    headrace bench learner [--json FILE] [--trl-python VENV/bin/python] [--model models/smollm2-135m] [--steps 3]
 
-    ours     LearnerEngine.train_step: prefix-shared packing, chunked head, DeepSpeed ZeRO-1, float32 masters
-    plain    the same without sharing prompts
-    trl      GRPOTrainer: _compute_loss over micro-batches, backward, clip, AdamW; float32 weights, bf16 autocast
+    ours       LearnerEngine.train_step: prefix-shared packing, tiled head, DeepSpeed ZeRO-1, float32 masters
+    plain      the same without sharing prompts (--plain)
+    compiled   the same as ours with torch.compile (--compiled)
+    trl        GRPOTrainer: _compute_loss over micro-batches, backward, clip, AdamW; float32 weights, bf16 autocast
     floor    FLOPs of the matmuls that the shared batch needs / the matmul rate measured on this machine just before
 
 The batch is ragged: 64 answers of 16-512 tokens in groups of 8, prompts of 64-256. Both sides read the same tokens and
-must report the same loss and gradient norm. Contenders take turns; the best step of each counts, its first is warm-up.
-"trained tokens" are answer tokens. Seconds are wall clock; CPU seconds stand beside them for busy machines.
+must report the same loss and about the same gradient norm. Contenders take turns, after a step on a tiny batch to warm
+up; the median of each counts. No round begins that would end after --limit-s. "trained tokens" are answer tokens.
+Seconds are wall clock; CPU seconds stand beside them for busy machines.
 """
 
 from __future__ import annotations
@@ -61,9 +63,10 @@ class Contender:
             raise RuntimeError(f"{self.name} ended before it answered:\n{self._log.read()[-2000:]}")
         return line
 
-    def best(self) -> dict[str, Any]:
-        """The quickest step; the first is left out where there are more."""
-        return min(self.rows[1:] or self.rows, key=lambda r: r["seconds"]) | {"loss": self.rows[0]["loss"]}
+    def median(self) -> dict[str, Any]:
+        """The step of median duration (the lower of two), with the durations of all and the first loss."""
+        rows = sorted(self.rows, key=lambda r: r["seconds"])
+        return rows[(len(rows) - 1) // 2] | {"loss": self.rows[0]["loss"], "all_s": [r["seconds"] for r in self.rows]}
 
     def close(self) -> None:
         self._process.kill()
@@ -109,26 +112,45 @@ def matmul_rate(spec: dict[str, Any], config: dict[str, Any]) -> float:
     return 3 * 2 * 2048 * w.numel() / seconds
 
 
+def _contenders(options: argparse.Namespace) -> list[tuple[str, str, str, dict[str, Any]]]:
+    """(name, Python, kind of process, what its spec changes)."""
+    made: list[tuple[str, str, str, dict[str, Any]]] = [("ours", sys.executable, "ours", {})]
+    if options.plain:
+        made.append(("plain", sys.executable, "ours", {"share": False}))
+    if options.compiled:
+        made.append(("compiled", sys.executable, "ours", {"compile": True}))
+    if options.trl_python:
+        made.append(("trl", options.trl_python, "trl", {}))
+    return made
+
+
+def _take_turns(made: Sequence[Contender], steps: int, limit_s: float) -> None:
+    started = time.perf_counter()
+    for number in range(1, steps + 1):
+        for contender in made:
+            contender.step()
+        spent = time.perf_counter() - started
+        if number < steps and spent * (number + 1) / number > limit_s:
+            print(f"stopped after {number} of {steps} rounds: one more would end after {limit_s:g} s", file=sys.stderr)
+            return
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     config = json.loads((Path(options.model) / "config.json").read_text())
     spec: dict[str, Any] = {
         "model": str(Path(options.model).resolve()), "seed": options.seed, "answers": options.answers, "group_size": 8,
         "prompt": options.prompt, "answer": options.answer, "vocab": config["vocab_size"], "dtype": options.dtype,
-        "threads": options.threads, "token_budget": options.token_budget, "share": True,
+        "threads": options.threads, "token_budget": options.token_budget, "share": True, "compile": False,
         "trl_batch": options.trl_batch, "trl_checkpointing": options.trl_checkpointing,
     }  # fmt: skip
     rate = matmul_rate(spec, config)
     with tempfile.TemporaryDirectory() as folder:
-        made = [Contender("ours", sys.executable, "ours", spec, Path(folder))]
+        made: list[Contender] = []
         try:
-            if options.plain:
-                made.append(Contender("plain", sys.executable, "ours", spec | {"share": False}, Path(folder)))
-            if options.trl_python:
-                made.append(Contender("trl", options.trl_python, "trl", spec, Path(folder)))
-            for _ in range(options.steps):
-                for contender in made:
-                    contender.step()
-            rows = {c.name: c.best() for c in made}
+            for name, python, kind, changes in _contenders(options):
+                made.append(Contender(name, python, kind, spec | changes, Path(folder)))
+            _take_turns(made, options.steps, options.limit_s)
+            rows = {c.name: c.median() for c in made}
         finally:
             for contender in made:
                 contender.close()
@@ -138,6 +160,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     floor = needed_flops(spec, config) / rate
     found: dict[str, Any] = {"spec": spec, "trained_tokens": trained, "rows": rows, "matmul_gflops": rate / 1e9}
     found |= {"floor_s": floor, "times_floor": rows["ours"]["seconds"] / floor}
+    if "plain" in rows:
+        found["sharing_speedup"] = rows["plain"]["seconds"] / rows["ours"]["seconds"]
     if "trl" in rows:
         found["speedup"] = rows["trl"]["seconds"] / rows["ours"]["seconds"]
         found["cpu_speedup"] = rows["trl"]["cpu_seconds"] / rows["ours"]["cpu_seconds"]
@@ -146,15 +170,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    lines = [f"{'':8}{'step s':>9}{'CPU s':>9}{'tokens/s':>10}{'peak MB':>9}{'loss':>12}{'grad norm':>11}   parts"]
+    lines = [f"{'':10}{'step s':>7}{'CPU s':>9}{'tokens/s':>10}{'peak MB':>9}{'loss':>12}{'grad norm':>11}   parts"]
     for name, r in found["rows"].items():
         parts = "  ".join(f"{k} {v:.1f}" for k, v in r["parts"].items())
-        numbers = f"{r['seconds']:9.1f}{r['cpu_seconds']:9.1f}{r['tokens_per_s']:10.0f}{r['peak_mb']:9.0f}"
-        lines.append(f"{name:8}{numbers}{r['loss']:12.6f}{r['grad_norm']:11.4f}   {parts}")
+        numbers = f"{r['seconds']:7.1f}{r['cpu_seconds']:9.1f}{r['tokens_per_s']:10.0f}{r['peak_mb']:9.0f}"
+        spread = f"  ({min(r['all_s']):.1f} to {max(r['all_s']):.1f} s in {len(r['all_s'])} steps)"
+        lines.append(f"{name:10}{numbers}{r['loss']:12.6f}{r['grad_norm']:11.4f}   {parts}{spread}")
     rate, times = found["matmul_gflops"], found["times_floor"]
     lines.append(
         f"floor   {found['floor_s']:9.1f}   at {rate:.0f} GFLOP/s measured; ours takes {times:.2f} times as long"
     )
+    if "sharing_speedup" in found:
+        lines.append(
+            f"computing each prompt once: the whole step is {found['sharing_speedup']:.2f} x as fast as without"
+        )
     if "speedup" in found:
         lines.append(
             f"ours against TRL: {found['speedup']:.2f} x its trained tokens/s (target {TARGET_SPEED}), "
@@ -173,12 +202,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trl-batch", type=int, default=8, help="TRL's default per_device_train_batch_size")
     parser.add_argument("--trl-checkpointing", action="store_true", help="TRL's own default; slower and leaner")
     parser.add_argument("--plain", action="store_true", help="also measure ours without sharing prompts")
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--compiled", action="store_true", help="also measure ours with torch.compile")
+    parser.add_argument("--steps", type=int, default=3, help="rounds")
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="no round begins that would end after this")
     parser.add_argument("--answers", type=int, default=64)
     parser.add_argument("--prompt", type=int, nargs=2, default=[64, 256])
     parser.add_argument("--answer", type=int, nargs=2, default=[16, 512])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
-    parser.add_argument("--token-budget", type=int, default=1024)
+    parser.add_argument("--token-budget", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
     found = measure(options := parser.parse_args(argv))

@@ -20,6 +20,9 @@ from typing import Any
 
 import numpy as np
 
+#: The batch of the step that warms up.
+TINY = {"answers": 8, "group_size": 8, "prompt": (16, 16), "answer": (16, 16)}
+
 Step = Callable[[], dict[str, Any]]
 
 
@@ -44,7 +47,10 @@ def ours(spec: dict[str, Any]) -> Step:
 
     overrides = {"correction": "none", "correction_high": None}
     algorithm = AlgorithmConfig(preset="dapo", learning_rate=2e-5, overrides=overrides)
-    config = LearnerConfig(compute_dtype=spec["dtype"], token_budget=spec["token_budget"], share_prompts=spec["share"])
+    config = LearnerConfig(
+        compute_dtype=spec["dtype"], token_budget=spec["token_budget"], share_prompts=spec["share"],
+        compile=spec["compile"],
+    )  # fmt: skip
     engine = LearnerEngine(spec["model"], presets.resolve(algorithm), algorithm, config)
 
     def trajectory(ids: np.ndarray, reward: float) -> Trajectory:
@@ -52,10 +58,14 @@ def ours(spec: dict[str, Any]) -> Step:
         logprobs, spans = np.full(n, -10, np.float32), (VersionSpan(0, 0, n),)
         return Trajectory(ids.astype(np.int32), np.ones(n, bool), logprobs, spans, Status.FINISHED, Scored(reward))
 
-    groups = [
-        Group(i, prompt.astype(np.int32), tuple(trajectory(a, r) for a, r in zip(answers, rewards, strict=True)))
-        for i, (prompt, answers, rewards) in enumerate(batch_of(spec))
-    ]
+    def groups_of(spec: dict[str, Any]) -> list[Group]:
+        return [
+            Group(i, prompt.astype(np.int32), tuple(trajectory(a, r) for a, r in zip(answers, rewards, strict=True)))
+            for i, (prompt, answers, rewards) in enumerate(batch_of(spec))
+        ]
+
+    groups = groups_of(spec)
+    engine.train_step(groups_of(spec | TINY), engine.version)
 
     def step() -> dict[str, Any]:
         metrics = engine.train_step(groups, engine.version)
@@ -88,11 +98,10 @@ def trl(spec: dict[str, Any]) -> Step:
     optimizer = trainer.create_optimizer()
     trainer.current_gradient_accumulation_steps = answers // micro
     model.train()
-    inputs = _padded(batch_of(spec))
 
-    def step() -> dict[str, Any]:
+    def step_on(inputs: dict[str, Any]) -> dict[str, Any]:
         total, parts = 0.0, {"forward": 0.0, "backward": 0.0}
-        for at in range(0, answers, micro):
+        for at in range(0, len(inputs["advantages"]), micro):
             piece = {k: v[at : at + micro] if v.dim() else v for k, v in inputs.items()}
             t0 = time.perf_counter()
             with trainer.compute_loss_context_manager():
@@ -108,7 +117,9 @@ def trl(spec: dict[str, Any]) -> Step:
         model.zero_grad()
         return {"loss": total, "grad_norm": float(norm), "parts": parts | {"optimizer": time.perf_counter() - t2}}
 
-    return step
+    inputs = _padded(batch_of(spec))
+    step_on(_padded(batch_of(spec | TINY)))
+    return lambda: step_on(inputs)
 
 
 def _padded(groups: list[tuple[np.ndarray, list[np.ndarray], list[float]]]) -> dict[str, Any]:
