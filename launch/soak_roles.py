@@ -1,4 +1,4 @@
-"""The processes of the queue soak: server, network, producers, scorers, the learner's ranks. Any may be killed at any time.
+"""The processes of the queue soak: server, network, producers, scorers, the learner's ranks. Any of them may be killed.
 
     folder/  journal/  server.sock  front.sock   served  (the live version)   checkpoint (a version)   trained.jsonl
              life, rank-1 (how far which rank is in which life of the learner)
