@@ -8,6 +8,7 @@
 
     bytes      of one version                     transfer_s   sent, staged and proven while the engine is idle
     stall_s    generation stands still            generate_s   64 answers of `--tokens` tokens to 8 prompts of 48
+                                                  cpu_s        seconds of a core that those took in the engine's process
 
 Two engines on one core each (0 and 1), of which one works at a time. Medians are shown.
 """
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from learner.config import LearnerConfig
@@ -73,7 +75,9 @@ class Side:
         )
 
     async def start(self) -> None:
+        before = set(psutil.Process().children(recursive=True))
         await self.engine.start()
+        self.processes = set(psutil.Process().children(recursive=True)) - before
         rdv = self.sender.invite(["e0"])
         await asyncio.gather(asyncio.to_thread(self.sender.enter), self.engine.join(rdv["e0"]))
 
@@ -89,11 +93,15 @@ class Side:
 
     async def generate(self, tag: str, tokens: int) -> dict[str, float]:
         prompts = [[(7 * i + 13 * j + len(tag)) % 199 + 1 for j in range(48)] for i in range(8)]
-        started = time.perf_counter()
+        started, used = time.perf_counter(), self.cpu_s()
         await asyncio.gather(
             *(self.engine.generate(f"{tag}.{i}", p, SamplingParams(tokens, seed=i), 8) for i, p in enumerate(prompts))
         )
-        return {"generate_s": time.perf_counter() - started}
+        return {"generate_s": time.perf_counter() - started, "cpu_s": self.cpu_s() - used}
+
+    def cpu_s(self) -> float:
+        """Seconds of a core that the engine's processes have used: what a busy machine does not change."""
+        return sum(sum(p.cpu_times()[:2]) for p in self.processes)
 
     async def close(self) -> None:
         self.sender.close()
@@ -140,7 +148,7 @@ async def measure(model: Path, rank: int, repeats: int, tokens: int) -> dict[str
 def table(found: dict[str, float]) -> str:
     lines = [f"{'':14}{'merged':>10}{'adapter':>10}{'vllm':>10}"]
     shown: dict[str, Callable[[float], str]] = {"bytes": lambda b: f"{b / 1e6:.2f} MB"}
-    for key in ("bytes", "transfer_s", "stall_s", "generate_s"):
+    for key in ("bytes", "transfer_s", "stall_s", "generate_s", "cpu_s"):
         text = shown.get(key, lambda s: f"{s:.3f}")
         cells = [text(found[f"{n}/{key}"]) if f"{n}/{key}" in found else "" for n in ("merged", "adapter", "vllm")]
         lines.append(f"{key:14}" + "".join(f"{c:>10}" for c in cells))
