@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Section(BaseModel):
-    """A section of a topology: frozen, and an unknown key is an error (PAINS: keys are never silently ignored)."""
+    """A section of a topology: frozen, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 

@@ -1,4 +1,4 @@
-"""Pauses with a time to live: an engine un-pauses itself when whoever paused it does not come back (PAINS 16).
+"""Pauses with a time to live: an engine un-pauses itself when whoever paused it does not come back.
 
     token = await pauses.hold("checkpoint", ttl_s=30)   # the engine stands still
     await pauses.release(token)                         # ... and goes on; releasing twice is harmless
