@@ -1,6 +1,7 @@
 """What does bringing a version to an engine cost, and how much of it is its proof? Each side has a core.
 
     raw        one broadcast of everything, from memory into memory that is there already: what the path can do at all
+    hot        the same number of bytes, but one bucket over and over: what sockets do with what the cache holds anyway
     plain      one broadcast per tensor into fresh memory, no digests: what most systems do
     unproven   ours without digests
     ours       buckets into the spool, digests on both sides
@@ -102,6 +103,7 @@ def receiver(connection: Connection, spool_dir: str, bucket: int) -> None:
             "unproven": lambda: unproven(lambda: take(manifest)),
             "plain": lambda: _receive_plain(group, manifest),
             "raw": lambda: _raw(group, whole[0]),
+            "hot": lambda: _hot(group, manifest.nbytes, bucket),
         }
         return timed(ways[op])
 
@@ -133,6 +135,14 @@ def _raw(group: GlooGroup, whole: torch.Tensor) -> None:
     group.wait(group.broadcast(whole))
 
 
+def _hot(group: GlooGroup, nbytes: int, bucket: int) -> None:
+    """Either side."""
+    buffer = torch.empty(bucket, dtype=torch.uint8)
+    group.start_clock()
+    for start in range(0, nbytes, bucket):
+        group.wait(group.broadcast(buffer[: min(bucket, nbytes - start)]))
+
+
 async def transfer(weights: Weights, repeats: int, scratch: str, bucket: int) -> dict[str, float]:
     """Medians over `repeats` rounds; one round before them only warms up. Keys: transfer/*, attest/*, memory/*."""
     os.sched_setaffinity(0, {0})
@@ -147,13 +157,14 @@ async def transfer(weights: Weights, repeats: int, scratch: str, bucket: int) ->
     assert group is not None
     ways: dict[str, Way] = {
         "raw": lambda: _raw(group, whole),
+        "hot": lambda: _hot(group, manifest.nbytes, bucket),
         "plain": lambda: _send_plain(group, weights),
         "unproven": lambda: unproven(lambda: sender.send(manifest)),
         "ours": lambda: sender.send(manifest),
     }
     rounds: list[dict[str, tuple[float, dict[str, float], dict[str, float]]]] = []
     for k in range(repeats + 1):
-        order = ["raw", "plain", *(("unproven", "ours") if k % 2 else ("ours", "unproven"))]
+        order = ["raw", "hot", "plain", *(("unproven", "ours") if k % 2 else ("ours", "unproven"))]
         rounds.append({})
         for way in order:
             started = time.perf_counter()
@@ -170,6 +181,7 @@ def _summary(rounds: list[dict[str, Any]], nbytes: int) -> dict[str, float]:
     found = {f"transfer/{way}_s": statistics.median(r[way][0] for r in rounds) for way in rounds[0]}
     found["transfer/gb"] = nbytes / 1e9
     found["transfer/share_of_path"] = found["transfer/raw_s"] / found["transfer/ours_s"]
+    found["transfer/share_of_hot_path"] = found["transfer/hot_s"] / found["transfer/ours_s"]
     costs = sorted(r["ours"][0] - r["unproven"][0] for r in rounds)
     low, middle, high = statistics.quantiles(costs, n=4)
     found |= {"attest/seconds": middle, "attest/quarter_s": low, "attest/three_quarters_s": high}
