@@ -73,6 +73,7 @@ TARGETS = {  # (contender, against): {shape: how many times as fast, in samples 
     ("fsync", "tq"): FSYNC_TARGETS,
 }
 PEERS = ("tq_serial", "tq")
+ALL = ("raw", *OURS, *PEERS, "ray")
 
 
 class Contender:
@@ -107,29 +108,32 @@ class Contender:
             self.process.kill()
 
 
-def contenders(peer_python: str | None) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Those that can run here, and why the others cannot."""
+def contenders(names: Sequence[str], peer_python: str | None) -> tuple[dict[str, Contender], dict[str, str]]:
+    """Those of `names` that can run here, and why the others cannot."""
     import importlib.util
 
     absent: dict[str, str] = {}
-    module = [sys.executable, "-m", "benchmarks.queue_contenders"]
-    found = {"raw": Contender("raw", [*module, "raw"])}
-    found |= {name: Contender(name, [*module, "ours", name]) for name in OURS}
+    ours, peers = "benchmarks.queue_contenders", "benchmarks.queue_peers"
+    commands = {"raw": [sys.executable, "-m", ours, "raw"]}
+    commands |= {name: [sys.executable, "-m", ours, "ours", name] for name in OURS}
     if importlib.util.find_spec("ray"):
-        found["ray"] = Contender("ray", [sys.executable, "-m", "benchmarks.queue_peers", "ray"])
+        commands["ray"] = [sys.executable, "-m", peers, "ray"]
     else:
         absent["ray"] = "Ray is not installed in this environment"
     for name in PEERS:
         if peer_python and Path(peer_python).exists():
-            found[name] = Contender(name, [peer_python, "-m", "benchmarks.queue_peers", name])
+            commands[name] = [peer_python, "-m", peers, name]
         else:
             absent[name] = f"TransferQueue needs an environment of its own: --peer-python, or {PEER_PYTHON}"
-    return found, absent
+    absent |= {name: "not asked for" for name in commands if name not in names}
+    return {name: Contender(name, c) for name, c in commands.items() if name in names}, absent
 
 
-def run(shapes: Sequence[Shape], repeats: int, peer_python: str | None, say: Any = print) -> dict[str, Any]:
-    """Measure everything; returns the figures of the JSON line."""
-    found, absent = contenders(peer_python)
+def run(
+    shapes: Sequence[Shape], repeats: int, peer_python: str | None, names: Sequence[str] = ALL, say: Any = print
+) -> dict[str, Any]:
+    """Measure everything, saying each rate as it comes; returns the figures of the JSON line."""
+    found, absent = contenders(names, peer_python)
     for name, reason in absent.items():
         say(f"absent: {name}: {reason}")
     rates: dict[str, dict[str, list[float]]] = {}
@@ -144,6 +148,7 @@ def run(shapes: Sequence[Shape], repeats: int, peer_python: str | None, say: Any
                     found_now = contender.measure(**asdict(shape))
                     samples = shape.samples * shape.steps
                     rates.setdefault(shape.name, {}).setdefault(name, []).append(samples / found_now["seconds"])
+                    say(f"{shape.name} {name}: {samples / found_now['seconds']:,.0f} samples/s", flush=True)
                     if "cpu" in found_now:
                         spent = {role: round(s / samples * 1e6, 1) for role, s in found_now["cpu"].items()}
                         cpu.setdefault(shape.name, {})[name] = spent
@@ -178,11 +183,7 @@ def judge(medians: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
 
 
 def show(figures: dict[str, Any], shapes: Sequence[Shape]) -> None:
-    names = [
-        n
-        for n in ("raw", "memory", "os", "fsync", *PEERS, "ray")
-        if any(n in v for v in figures["samples_per_s"].values())
-    ]
+    names = [n for n in ALL if any(n in v for v in figures["samples_per_s"].values())]
     print(f"{'samples/s (MB/s)':>16}" + "".join(f"{n:>19}" for n in names))
     for shape in shapes:
         found = figures["samples_per_s"][shape.name]
@@ -204,11 +205,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", help="write the figures here as well")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--shapes", default=DEFAULT_SHAPES)
+    parser.add_argument("--contenders", default=",".join(ALL), help="a part of raw,memory,os,fsync,tq_serial,tq,ray")
     parser.add_argument("--peer-python", default=os.environ.get(PEER_PYTHON), metavar="PYTHON")
     options = parser.parse_args(argv)
     shapes = [Shape.parse(s) for s in options.shapes.split(",")]
     started = time.monotonic()
-    figures = run(shapes, options.repeats, options.peer_python)
+    figures = run(shapes, options.repeats, options.peer_python, options.contenders.split(","))
     figures["seconds"] = round(time.monotonic() - started, 1)
     show(figures, shapes)
     line = json.dumps(figures)
