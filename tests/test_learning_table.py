@@ -1,4 +1,5 @@
-"""Proves that the table of who learns judges: the rule that says who reached the target can say no."""
+"""Proves that the table of who learns is what was measured: the page is the files', every cell is there, and the rule
+that says who reached the target can say no."""
 
 from __future__ import annotations
 
@@ -9,15 +10,48 @@ from pathlib import Path
 import pytest
 
 from benchmarks import learning_table
-from benchmarks.learning_table import TARGET, Cell, best_with_kl, online
+from benchmarks.learning_table import STALENESS, STEPS, TARGET, Cell, best_with_kl, online
 from learner.presets import PRESETS
 from rollout.errors import ConfigError
 
+DOCS = Path(__file__).parents[1] / "docs"
 RISING = [0.1, 0.1, 0.3, 0.6, 0.85, 0.9, 0.95, 1.0]
 LEARNT = Cell(
     "dapo", 2, 0, 8, 6e-3, {}, held_out=[0.1, 0.5, 1.0], reward=RISING, margin=[], staleness_mean=1.9,
     staleness_max=2, trained=64, dropped={}, books=True, seconds=3.0,
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[Cell]:
+    return learning_table.read(DOCS / "learning.jsonl")
+
+
+def test_the_page_shows_what_was_measured(measured: list[Cell]) -> None:
+    page = (DOCS / "algorithms.md").read_text(encoding="utf-8")
+    offline = learning_table.read_pairs(DOCS / "learning_pairs.jsonl")
+    assert offline and all(j.reached for j in offline)
+    assert learning_table.between_marks(page) == learning_table.render(measured, offline), (
+        "run: python -m benchmarks.learning --render docs/algorithms.md"
+    )
+
+
+def test_every_preset_was_run_at_every_staleness_and_reached_the_target(measured: list[Cell]) -> None:
+    assert {(c.preset, c.staleness) for c in measured} == {(p, s) for p in PRESETS for s in STALENESS}
+    assert [(c.preset, c.staleness) for c in measured if not TARGET.reached(c)] == []
+
+
+def test_every_run_was_whole(measured: list[Cell]) -> None:
+    for c in measured:
+        assert c.books and c.steps == STEPS == len(c.reward) and c.trained == STEPS * 8, c
+        assert c.staleness_max == c.staleness and c.staleness_mean > 0.5 * c.staleness, c
+
+
+def test_margins_rise_where_pairs_are_learnt(measured: list[Cell]) -> None:
+    of_pairs = [c for c in measured if PRESETS[c.preset].objective == "preference"]
+    assert len(of_pairs) == 2 * len(STALENESS)
+    for c in of_pairs:
+        assert len(c.margin) == STEPS and sum(c.margin[-16:]) / 16 > sum(c.margin[:4]) / 4 + 0.3, c
 
 
 def test_learning_is_a_rise_on_held_out_prompts_and_in_what_is_sampled() -> None:
