@@ -155,8 +155,8 @@ def render(cells: Iterable[Cell], offline: Iterable[FromJournal] = ()) -> str:
 
 def _preferences(cells: Iterable[Cell], offline: Iterable[FromJournal]) -> list[str]:
     lines = [
-        f"| `{c.preset}` | the groups of each step, staleness {c.staleness} | {_mean(c.margin[:4]):.2f} → "
-        f"{_mean(c.margin[-16:]):.2f} | {c.held_out_start:.2f} → {c.held_out_end:.2f} |"
+        f"| `{c.preset}` | the groups of each step, staleness {c.staleness} | {_mean(c.margin[:4]):z.2f} → "
+        f"{_mean(c.margin[-16:]):z.2f} | {c.held_out_start:.2f} → {c.held_out_end:.2f} |"
         for c in sorted(cells, key=lambda c: (online().index(c.preset), c.staleness))
     ]
     lines += [
