@@ -40,6 +40,12 @@ class RemoteEngine:
     async def commit_weights(self, version: int, digest: str = "") -> CommitReport:
         return await self._actor.commit.remote(version, digest)
 
+    async def confirm_weights(self, version: int) -> None:
+        await self._actor.confirm.remote(version)
+
+    async def condemn(self, reason: str) -> None:
+        await self._actor.condemn.remote(reason)
+
     async def discard_weights(self) -> None:
         await self._actor.discard.remote()
 

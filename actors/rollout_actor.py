@@ -1,8 +1,9 @@
 """The rollout actor: one vLLM engine, kept busy from the queue. A thin shell around RolloutService.
 
-run            lease ordinals -> prompts -> groups -> submit; waits only for slots, never for the learner
-stage, commit  new weights arrive while `run` goes on (called by the learner's weight sync)
-answer         greedy answers to held-out prompts, beside the rollouts
+run              lease ordinals -> prompts -> groups -> submit; waits only for slots, never for the learner
+stage, commit    new weights arrive while `run` goes on (called by the learner's weight sync)
+confirm, condemn the learner's word on them: until it comes, what they made is held (rollout/probation.py)
+answer           greedy answers to held-out prompts, beside the rollouts
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class RolloutActor:
         self.prompts = self.task.prompt_source()
         s = self.task.sampling
         self.params = SamplingParams(s.max_tokens, s.temperature, s.top_p, s.top_k, s.stop)
-        self.service = RolloutService(self.engine, self.params, s.group_size, self.groups_in_flight)
+        hold_s = 2 * self.settings.timeout_s  # the learner computes its canary, then asks with one deadline
+        self.service = RolloutService(self.engine, self.params, s.group_size, self.groups_in_flight, hold_s)
         self.queue = AsyncQueueClient(self.task.queue, self.seat.name)
 
     async def run(self) -> str:
@@ -56,7 +58,7 @@ class RolloutActor:
                 lease=lambda n: self.queue.lease(n, LEASE_WAIT_S),
                 prompt_for=self.prompts.prompt_for,
                 submit=lambda group: self.queue.submit([group]),
-                give_back=lambda ordinal, reason: self.queue.give_back([ordinal], reason),
+                give_back=lambda ordinal, reason, failed: self.queue.give_back([ordinal], reason, failed),
             )
         except Drained as end:
             return str(end)
@@ -65,24 +67,30 @@ class RolloutActor:
     async def answer(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """Greedy answers to held-out prompts."""
         greedy = SamplingParams(self.params.max_tokens, temperature=0.0, stop=self.params.stop)
-        asked = [self.engine.generate(f"eval{p.ordinal}", p.token_ids, greedy, 1) for p in prompts]
+        asked = [self.service.answer(f"eval{p.ordinal}", p.token_ids, greedy, 1) for p in prompts]
         answers = [completions[0] for completions in await asyncio.gather(*asked)]
         return [(a.text, a.token_ids.tolist(), sorted({s.version for s in a.versions})) for a in answers]
 
     async def join(self, rendezvous: Rendezvous) -> None:
-        await self.engine.join(rendezvous)
+        await self.service.join(rendezvous)
 
     async def stage(self, manifest: WeightManifest) -> float:
-        return await self.engine.stage_weights(manifest)
+        return await self.service.stage_weights(manifest)
 
     async def commit(self, version: int, digest: str) -> CommitReport:
-        return await self.engine.commit_weights(version, digest)
+        return await self.service.commit_weights(version, digest)
+
+    async def confirm(self, version: int) -> None:
+        await self.service.confirm_weights(version)
+
+    async def condemn(self, reason: str) -> None:
+        await self.service.condemn(reason)
 
     async def discard(self) -> None:
-        await self.engine.discard_weights()
+        await self.service.discard_weights()
 
     async def score(self, prompt_ids: Sequence[int], token_ids: Sequence[int], temperature: float) -> Float32:
-        return await self.engine.score(prompt_ids, token_ids, temperature)
+        return await self.service.score(prompt_ids, token_ids, temperature)
 
     async def gauges(self) -> dict[str, float]:
         return self.service.gauges()

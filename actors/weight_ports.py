@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 
 class EnginePort(Protocol):
-    """The part of `rollout.engine.Engine` a push uses; a Ray handle is wrapped into one of these."""
+    """What a push asks of an engine: `rollout.service.RolloutService` is one, a Ray handle is wrapped into one."""
 
     async def join(self, rendezvous: Rendezvous) -> None: ...
     async def stage_weights(self, manifest: WeightManifest) -> float: ...
     async def commit_weights(self, version: int, digest: str = "") -> CommitReport: ...
+    async def confirm_weights(self, version: int) -> None: ...
+    async def condemn(self, reason: str) -> None: ...
     async def discard_weights(self) -> None: ...
     async def score(self, prompt_ids: Sequence[int], token_ids: Sequence[int], temperature: float) -> Float32: ...
 
@@ -59,10 +61,22 @@ class ThreadedSender:
 
 
 @dataclass(frozen=True, slots=True)
+class Delivery:
+    """One version, staged and proven on `members`; who was lost on the way is in `quarantined`, with the reason."""
+
+    version: int
+    sent: Sent
+    transfer_s: float
+    attempts: int
+    members: tuple[str, ...]
+    quarantined: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
 class PushReport:
     """What became of one version on every engine.
 
-    PushReport(7, root="9f2c...", nbytes=269060352, transfer_s=0.21, stall_s=0.31,
+    PushReport(7, root="9f2c...", nbytes=269060352, transfer_s=0.21, stall_s=0.31, held_s=0.12,
                committed={"rollout-0": CommitReport(7, 0.31, 0.28)}, quarantined={}, attempts=1, readings=())
     """
 
@@ -71,6 +85,7 @@ class PushReport:
     nbytes: int
     transfer_s: float
     stall_s: float
+    held_s: float  # from the commit until answers of the new version may leave the engines
     committed: Mapping[str, CommitReport]
     quarantined: Mapping[str, str]
     attempts: int
@@ -81,6 +96,7 @@ class PushReport:
         found = {
             "weights/stall_s": self.stall_s,
             "weights/transfer_s": self.transfer_s,
+            "weights/held_s": self.held_s,
             "weights/bytes": float(self.nbytes),
             "weights/engines": float(len(self.committed)),
         }
@@ -97,4 +113,3 @@ class CanaryPlan:
     score: Callable[[], Awaitable[Sequence[Float32]]]
     every: int = 1
     tolerance: float = 0.15
-    quarantine: bool = True  # an engine whose log-probs are wrong serves nothing good

@@ -1,37 +1,46 @@
 """How one version reaches every engine: the choreography, free of Ray, gloo and vLLM (ports are handed in).
 
-    push(v)   form an epoch if membership changed -> announce -> { send | stage on each engine, at the same time }
-              -> commit on each engine -> canary -> report
+    deliver(v)   form an epoch if membership changed -> announce -> { send | stage on each engine, at the same time }
+    serve(v)     commit on each engine -> canary -> confirm -> report
+    push(v)      both; after `deliver` nobody reads the learner's weights any more
 
     step      waits for                     if it does not come within the deadline
     form      every engine to enter         the missing are quarantined, a new epoch is formed without them
     stage     every engine to prove it      silent: quarantined. refused: sent again, quarantined after `attempts`
     commit    every engine to load          quarantined
-    canary    log-probs of fixed tokens     alarm in the report and in events; the engine is quarantined if asked
+    canary    log-probs of fixed tokens     quarantined; wrong ones as well
+    confirm   every engine to hear it       quarantined
 
-A push never outlives its deadlines, whatever engines do. It raises only when no engine is left, or when the learner's
-own weights cannot be sent; everything else is in the report and in events:
+From commit to confirm an engine generates, but what it made with the new version does not leave it (probation): so
+what only the canary can see is caught before a token is served. A quarantined engine is told so (`condemn`): what it
+holds never leaves. Updates that are not due for a canary are confirmed at once.
+
+An update never outlives its deadlines, whatever engines do. It raises only when no engine is left, or when the
+learner's own weights cannot be sent or are the old ones; everything else is in the report and in events:
 weights_committed, weights_refused, weights_unchanged, engine_quarantined, engine_admitted, canary_alarm.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from actors.weight_ports import CanaryPlan, EnginePort, PushReport, SenderPort, ThreadedSender
-from rollout.canary import Canary, CanaryText, Reading
+from actors.canary_check import CanaryCheck
+from actors.weight_ports import CanaryPlan, Delivery, EnginePort, PushReport, SenderPort, ThreadedSender
+from rollout.canary import Reading
 from rollout.engine import CommitReport
 from rollout.errors import DeadlineError, WeightError
-from rollout.types import Float32
 
 if TYPE_CHECKING:
     from learner.weight_sender import Sent
 
 __all__ = ["CanaryPlan", "EnginePort", "PushReport", "SenderPort", "ThreadedSender", "WeightSync"]
+
+CONDEMN_S = 1.0  # the word is sent; an engine that is quarantined for its silence need not be waited for
 
 
 @dataclass
@@ -46,7 +55,7 @@ class _Outcome:
 
 @dataclass
 class WeightSync:
-    """Pushes versions to the engines it knows. One push at a time."""
+    """Brings versions to the engines it knows. One update at a time."""
 
     sender: SenderPort
     event: Callable[..., None]
@@ -54,24 +63,24 @@ class WeightSync:
     grace_s: float = 5.0  # an engine's own deadline comes first, and its error says more than our giving up
     attempts: int = 3
     canary: CanaryPlan | None = None
-    on_quarantine: Callable[[str, str], Awaitable[None]] | None = None
     _engines: dict[str, EnginePort] = field(default_factory=dict)
     _members: tuple[str, ...] = ()
-    _canaries: dict[str, Canary] = field(default_factory=dict)
     _root: str = ""
-    _pushes: int = 0
+
+    def __post_init__(self) -> None:
+        self._check = CanaryCheck(self.canary)
 
     def admit(self, name: str, engine: EnginePort) -> None:
-        """From the next push on, `name` takes part. An engine of an older version must not serve before that."""
+        """From the next update on, `name` takes part. An engine of an older version must not serve before that."""
         self._engines[name] = engine
-        self._canaries[name] = Canary(self.canary.tolerance if self.canary else 0.15)
+        self._check.admit(name)
         self._members = ()  # a new epoch
         self.event("engine_admitted", engine=name)
 
     def dismiss(self, name: str) -> None:
-        """`name` leaves on purpose; the next push does without it."""
+        """`name` leaves on purpose; the next update does without it."""
         if self._engines.pop(name, None) is not None:
-            self._canaries.pop(name, None)
+            self._check.forget(name)
             self._members = ()
 
     @property
@@ -80,11 +89,23 @@ class WeightSync:
 
     async def push(self, version: int, grad_norm: float | None = None) -> PushReport:
         """Make every engine serve `version`. Raises WeightError if none is left or nothing could be sent."""
-        quarantined: dict[str, str] = {}
-        sent, transfer_s, attempt = await self._deliver(version, quarantined)
-        self._alarm_if_unchanged(version, sent.root, grad_norm)
-        committed = await self._commit(version, sent, quarantined)
-        readings = await self._read_canaries(version, sent.root, committed, quarantined)
+        return await self.serve(await self.deliver(version, grad_norm))
+
+    async def deliver(self, version: int, grad_norm: float | None = None) -> Delivery:
+        """`version` lies proven in every engine, not served yet; the learner's weights may change again.
+
+        `grad_norm` above 0 says that the optimizer moved them: the bytes of the version before are then refused.
+        """
+        delivery = await self._deliver(version)
+        await self._refuse_unchanged(delivery, grad_norm)
+        return delivery
+
+    async def serve(self, delivery: Delivery) -> PushReport:
+        """Commit what was delivered, hold it against the learner, and let the engines hand out what it makes."""
+        version, sent, quarantined = delivery.version, delivery.sent, delivery.quarantined
+        committed = await self._commit(delivery)
+        loaded = time.monotonic()
+        readings = await self._read_canaries(delivery, committed)
         for name, report in committed.items():
             self.event(
                 "weights_committed",
@@ -92,19 +113,29 @@ class WeightSync:
                 version=version,
                 digest=sent.root,
                 stall_s=round(report.stall_s, 4),
-                transfer_s=round(transfer_s, 4),
+                transfer_s=round(delivery.transfer_s, 4),
                 bytes=sent.nbytes,
             )
+        await self._confirm(delivery, committed)
         self._require_engines(version, quarantined)
-        stall = max((r.stall_s for r in committed.values()), default=0.0)
         return PushReport(
-            version, sent.root, sent.nbytes, transfer_s, stall, committed, quarantined, attempt, tuple(readings)
+            version,
+            sent.root,
+            sent.nbytes,
+            delivery.transfer_s,
+            max((r.stall_s for r in committed.values()), default=0.0),
+            time.monotonic() - loaded,
+            committed,
+            quarantined,
+            delivery.attempts,
+            tuple(readings),
         )
 
     # --- deliver: an epoch, an announcement, bytes on every engine ------------------------------------------------
 
-    async def _deliver(self, version: int, quarantined: dict[str, str]) -> tuple[Sent, float, int]:
+    async def _deliver(self, version: int) -> Delivery:
         strikes: dict[str, int] = {}
+        quarantined: dict[str, str] = {}
         failure: Exception | None = None
         for attempt in range(1, self.attempts + len(self._engines) + 1):
             self._require_engines(version, quarantined)
@@ -115,7 +146,7 @@ class WeightSync:
             sent, failure, outcomes = await self._send_and_stage(version)
             bad = [o for o in outcomes if o.error is not None]
             if sent is not None and not bad:
-                return sent, time.monotonic() - started, attempt
+                return Delivery(version, sent, time.monotonic() - started, attempt, self._members, quarantined)
             self._members = ()  # something broke: the epoch is over for everybody
             await self._judge(version, sent, bad, strikes, quarantined)
             if sent is None and not any(o.silent for o in bad):
@@ -131,9 +162,9 @@ class WeightSync:
         if self._members == wanted:
             return None
         rendezvous = await self.sender.invite(wanted)
-        joins = [self._ask(n, self._engines[n].join(rendezvous[n]), self.timeout_s) for n in wanted]
+        joins = [self._ask(n, self._engines[n].join(rendezvous[n]), self._patience) for n in wanted]
         entered, *outcomes = await self._all_or_call_off(
-            [self._ask("learner", self.sender.enter(), self.timeout_s), *joins]
+            [self._ask("learner", self.sender.enter(), self._patience), *joins]
         )
         if entered.error is None and all(o.error is None for o in outcomes):
             self._members = wanted
@@ -161,8 +192,8 @@ class WeightSync:
 
     async def _send_and_stage(self, version: int) -> tuple[Sent | None, Exception | None, list[_Outcome]]:
         manifest = await self.sender.announce(version)
-        stages = [self._ask(n, self._engines[n].stage_weights(manifest), self.timeout_s) for n in self._members]
-        sending = self._ask("learner", self.sender.send(manifest), self.timeout_s)
+        stages = [self._ask(n, self._engines[n].stage_weights(manifest), self._patience) for n in self._members]
+        sending = self._ask("learner", self.sender.send(manifest), self._patience)
         sent, *outcomes = await asyncio.gather(sending, *stages)
         if sent.error is not None:
             await self.sender.close_group()
@@ -183,11 +214,27 @@ class WeightSync:
             else:
                 self.event("weights_interrupted", engine=o.name, version=version, reason=str(o.error))
 
-    # --- commit and check -----------------------------------------------------------------------------------------
+    async def _refuse_unchanged(self, delivery: Delivery, grad_norm: float | None) -> None:
+        """The optimizer moved the weights, yet what came is what came before: the learner sends something else."""
+        root, before = delivery.sent.root, self._root
+        self._root = root
+        if root != before or grad_norm is None or not math.isfinite(grad_norm) or grad_norm <= 0.0:
+            return
+        self.event("weights_unchanged", version=delivery.version, digest=root, grad_norm=grad_norm)
+        await self._discard_everywhere()
+        raise WeightError(
+            f"version {delivery.version} has the digest of the version before ({root}) although the gradient norm was "
+            f"{grad_norm:.3g}: the learner sends other weights than it trains; no engine was given them"
+        )
 
-    async def _commit(self, version: int, sent: Sent, quarantined: dict[str, str]) -> dict[str, CommitReport]:
+    # --- commit, check, confirm -----------------------------------------------------------------------------------
+
+    async def _commit(self, delivery: Delivery) -> dict[str, CommitReport]:
+        version, root = delivery.version, delivery.sent.root
         commits = [
-            self._ask(n, self._engines[n].commit_weights(version, sent.root), self.timeout_s) for n in self._members
+            self._ask(n, self._engines[n].commit_weights(version, root), self._patience)
+            for n in delivery.members
+            if n in self._engines
         ]
         committed = {}
         for o in await asyncio.gather(*commits):
@@ -195,49 +242,50 @@ class WeightSync:
                 committed[o.name] = o.value
             else:
                 self.event("weights_refused", engine=o.name, version=version, reason=str(o.error))
-                await self._quarantine(o.name, f"could not commit version {version}: {o.error}", quarantined)
+                await self._quarantine(o.name, f"could not commit version {version}: {o.error}", delivery.quarantined)
         return committed
 
-    async def _read_canaries(
-        self, version: int, root: str, committed: dict[str, CommitReport], quarantined: dict[str, str]
-    ) -> list[Reading]:
-        self._pushes += 1
-        plan = self.canary
-        if plan is None or plan.every == 0 or self._pushes % plan.every or not committed:
+    async def _read_canaries(self, delivery: Delivery, committed: dict[str, CommitReport]) -> list[Reading]:
+        """Takes out of `committed` who does not agree with the learner."""
+        if not self._check.due() or not committed:
             return []
-        wanted = await plan.score()
+        wanted = await self._check.wanted()
         readings = []
-        asked = [self._ask(n, self._score_all(n, plan.texts), self.timeout_s) for n in committed]
+        asked = [self._ask(n, self._check.ask(self._engines[n]), self._patience) for n in committed]
         for o in await asyncio.gather(*asked):
             if o.error is not None:
-                await self._quarantine(o.name, f"did not answer the canary: {o.error}", quarantined)
+                await self._quarantine(o.name, f"did not answer the canary: {o.error}", delivery.quarantined)
                 continue
-            reading = self._canaries[o.name].read(o.name, version, o.value, wanted, root)
+            reading = self._check.read(o.name, delivery.version, o.value, wanted, delivery.sent.root)
             readings.append(reading)
             if reading.alarm:
-                self.event("canary_alarm", engine=o.name, version=version, reason=reading.alarm)
-                if plan.quarantine:
-                    await self._quarantine(o.name, f"canary: {reading.alarm}", quarantined)
-        for name in quarantined:
+                self.event("canary_alarm", engine=o.name, version=delivery.version, reason=reading.alarm)
+                await self._quarantine(o.name, f"canary: {reading.alarm}", delivery.quarantined)
+        for name in delivery.quarantined:
             committed.pop(name, None)
         return readings
 
-    async def _score_all(self, name: str, texts: tuple[CanaryText, ...]) -> list[Float32]:
-        return [await self._engines[name].score(t.prompt_ids, t.token_ids, 1.0) for t in texts]
-
-    def _alarm_if_unchanged(self, version: int, root: str, grad_norm: float | None) -> None:
-        if root == self._root and grad_norm:
-            self.event("weights_unchanged", version=version, digest=root, grad_norm=grad_norm)
-        self._root = root
+    async def _confirm(self, delivery: Delivery, committed: dict[str, CommitReport]) -> None:
+        version = delivery.version
+        asked = [self._ask(n, self._engines[n].confirm_weights(version), self._patience) for n in committed]
+        for o in await asyncio.gather(*asked):
+            if o.error is not None:
+                committed.pop(o.name)
+                reason = f"did not hear that version {version} is confirmed: {o.error}"
+                await self._quarantine(o.name, reason, delivery.quarantined)
 
     # --- asking, blaming ------------------------------------------------------------------------------------------
 
-    async def _ask(self, name: str, question: Awaitable[Any], timeout_s: float) -> _Outcome:
+    @property
+    def _patience(self) -> float:
+        return self.timeout_s + self.grace_s
+
+    async def _ask(self, name: str, question: Awaitable[Any], wait_s: float) -> _Outcome:
         """Never raises for what an engine does: an answer, its error, or its silence."""
         try:
-            return _Outcome(name, await asyncio.wait_for(question, timeout_s + self.grace_s))
+            return _Outcome(name, await asyncio.wait_for(question, wait_s))
         except TimeoutError:
-            return _Outcome(name, error=DeadlineError(f"an answer of {name}", timeout_s + self.grace_s), silent=True)
+            return _Outcome(name, error=DeadlineError(f"an answer of {name}", wait_s), silent=True)
         except (WeightError, DeadlineError) as error:
             return _Outcome(name, error=error)
         except Exception as error:  # noqa: BLE001 - a dead actor raises whatever its transport raises: a named outcome
@@ -247,15 +295,14 @@ class WeightSync:
         engine = self._engines.pop(name, None)
         if engine is None:
             return
-        self._canaries.pop(name, None)
+        self._check.forget(name)
         self._members = ()
         quarantined[name] = reason
         self.event("engine_quarantined", engine=name, reason=reason)
-        if self.on_quarantine is not None:
-            await self.on_quarantine(name, reason)
+        await self._ask(name, engine.condemn(reason), CONDEMN_S)
 
     async def _discard_everywhere(self) -> None:
-        await asyncio.gather(*(self._ask(n, e.discard_weights(), self.grace_s) for n, e in self._engines.items()))
+        await asyncio.gather(*(self._ask(n, e.discard_weights(), 2 * self.grace_s) for n, e in self._engines.items()))
 
     def _require_engines(self, version: int, quarantined: dict[str, str]) -> None:
         if not self._engines:

@@ -1,7 +1,7 @@
 """Light engines in processes of their own, to be killed and stopped at a chosen step.
 
     parent                                      child
-    LightProcess (an EnginePort)   -- JSON -->  LightEngine
+    LightProcess (an EnginePort)   -- JSON -->  RolloutService around a LightEngine
     any other port over a Remote   -- JSON -->  whatever its target serves
 
 Children come from a fork server that has torch imported, so that one costs milliseconds. A `Doom` sends the child a
@@ -19,18 +19,23 @@ import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rollout.engine import CommitReport, Completion, Rendezvous, SamplingParams
 from rollout.errors import DeadlineError, HeadraceError, WeightError
+from rollout.service import RolloutService
 from rollout.types import Float32, Status
 from rollout.versions import VersionSpan, WeightManifest
 from rollout.weight_inbox import manifest_from_plain, manifest_to_plain
 
+if TYPE_CHECKING:
+    from benchmarks.light_engine import LightEngine
+
 _SPAWN = mp.get_context("forkserver")
 _SPAWN.set_forkserver_preload(["benchmarks.light_engine", "rollout.weight_store"])
+HOLD_S = 60.0  # beyond every case: what waits for a confirmation that never comes must not get out, ever
 Handler = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 
@@ -38,7 +43,7 @@ Handler = Callable[[str, dict[str, Any]], Awaitable[Any]]
 class Doom:
     """`Doom("bucket", 3, signal.SIGKILL)`: die when the third bucket is about to move.
 
-    steps of an engine: join, stage, bucket, commit, committed
+    steps of an engine: join, stage, bucket, commit, committed, score, confirm
     """
 
     step: str
@@ -164,30 +169,43 @@ def _engine_child(connection: Connection, vocab: int, settings: dict[str, Any], 
 
     steps = Steps(doom)
     steps.watch_buckets()
-    engine = LightEngine(always(0, vocab), **settings)
 
-    async def handle(op: str, a: dict[str, Any]) -> Any:
-        steps.reach(op)
-        if op == "join":
-            return await engine.join(Rendezvous(**a))
-        if op == "stage":
-            return await engine.stage_weights(manifest_from_plain(a))
-        if op == "commit":
-            report = await engine.commit_weights(a["version"], a["digest"])
-            steps.reach("committed")
-            return asdict(report)
-        if op == "discard":
-            return await engine.discard_weights()
-        if op == "score":
-            return (await engine.score(a["prompt"], a["tokens"], 1.0)).tolist()
-        answers = await engine.generate(a["id"], a["prompt"], SamplingParams(**a["sampling"]), a["n"])
-        return [[c.token_ids.tolist(), c.logprobs.tolist(), [asdict(s) for s in c.versions]] for c in answers]
+    async def child() -> None:
+        engine = light_service(LightEngine(always(0, vocab), **settings))
 
-    asyncio.run(serve(connection, handle))
+        async def handle(op: str, a: dict[str, Any]) -> Any:
+            steps.reach(op)
+            if op == "join":
+                return await engine.join(Rendezvous(**a))
+            if op == "stage":
+                return await engine.stage_weights(manifest_from_plain(a))
+            if op == "commit":
+                report = await engine.commit_weights(a["version"], a["digest"])
+                steps.reach("committed")
+                return asdict(report)
+            if op == "confirm":
+                return await engine.confirm_weights(a["version"])
+            if op == "condemn":
+                return await engine.condemn(a["reason"])
+            if op == "discard":
+                return await engine.discard_weights()
+            if op == "score":
+                return (await engine.score(a["prompt"], a["tokens"], 1.0)).tolist()
+            answers = await engine.answer(a["id"], a["prompt"], SamplingParams(**a["sampling"]), a["n"])
+            return [[c.token_ids.tolist(), c.logprobs.tolist(), [asdict(s) for s in c.versions]] for c in answers]
+
+        await serve(connection, handle)
+
+    asyncio.run(child())
+
+
+def light_service(engine: LightEngine) -> RolloutService:
+    """A light engine with what stands around every engine: answers leave it only once their weights are confirmed."""
+    return RolloutService(engine, SamplingParams(8), group_size=1, max_in_flight=4, hold_s=HOLD_S)
 
 
 class LightProcess:
-    """A light engine in its own process, as an EnginePort."""
+    """A light engine and its service in a process of their own, as an EnginePort."""
 
     def __init__(self, vocab: int = 64, doom: Doom | None = None, **settings: Any) -> None:
         self.remote = Remote(_engine_child, vocab, settings, doom)
@@ -201,6 +219,12 @@ class LightProcess:
     async def commit_weights(self, version: int, digest: str = "") -> CommitReport:
         return CommitReport(**await self.remote.call("commit", {"version": version, "digest": digest}))
 
+    async def confirm_weights(self, version: int) -> None:
+        await self.remote.call("confirm", {"version": version})
+
+    async def condemn(self, reason: str) -> None:
+        await self.remote.call("condemn", {"reason": reason})
+
     async def discard_weights(self) -> None:
         await self.remote.call("discard")
 
@@ -208,7 +232,7 @@ class LightProcess:
         asked = {"prompt": list(prompt_ids), "tokens": list(token_ids)}
         return np.array(await self.remote.call("score", asked), np.float32)
 
-    async def generate(
+    async def answer(
         self, request_id: str, prompt_ids: Sequence[int], sampling: SamplingParams, n: int
     ) -> list[Completion]:
         asked = {"id": request_id, "prompt": list(prompt_ids), "sampling": asdict(sampling), "n": n}
@@ -220,7 +244,7 @@ class LightProcess:
                 Status.TRUNCATED,
                 "",
             )
-            for tokens, logprobs, spans in await self.remote.call("generate", asked)
+            for tokens, logprobs, spans in await self.remote.call("answer", asked)
         ]
 
     async def close(self) -> None:

@@ -5,7 +5,7 @@
 Two engines, "healthy" and "victim", generate all the time with weights under which every token is the version that
 made it. Version 1 arrives well; then the fault strikes version 2. A case holds if
 
-    nobody served a token by anything but proven weights,
+    no answer left either engine, then or later, with a token that anything but proven and confirmed weights made,
     the fault was named in an event or by an error,
     within the deadline the healthy engine serves version 2 (sent again), or, if the learner itself is at fault or dead,
     everybody still serves version 1 and the next learner's version 3 arrives.
@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,6 @@ from benchmarks.light_process import Doom
 from benchmarks.weight_scene import TIMEOUT_S, Case, Scene, V, Weights
 from rollout.engine import SamplingParams
 from rollout.errors import HeadraceError
-from rollout.versions import VersionSpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,17 @@ def forgotten_adapter(scene: Scene) -> None:
     scene.yields = lambda weights: base
 
 
+def half_forgotten_adapter(scene: Scene) -> None:
+    """The learner trains both and sends the base alone: the bytes change, and no digest can tell."""
+    scene.truth = lambda: {**always(7, V), **adapter(scene.version, V)}  # type: ignore[method-assign]
+    scene.yields = lambda weights: {HEAD: weights[HEAD]}
+
+
+def dies_before_it_confirms(scene: Scene) -> None:
+    """Every engine has committed version 2, and nobody ever says whether it is right."""
+    scene.canary_fails = True
+
+
 def in_store(pattern: str, damage: Callable[[Path], None]) -> Callable[[Scene], None]:
     def inject(scene: Scene) -> None:
         scene.before_publish = lambda: [damage(p) for p in scene.store_dir.glob(pattern)] and None
@@ -133,6 +144,7 @@ def transposed(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 AGAIN, OUT, KEPT = "sent again", "victim quarantined", "old version kept, next learner served"
 ALARM = "learner stopped"
+OUTLIVES_S = 0.1  # a dozen answers' worth of time for a wrong one to get out
 
 
 def cases() -> list[Case]:
@@ -177,15 +189,17 @@ def cases() -> list[Case]:
                 source(lambda w: {**w, UP: torch.zeros(V, 4)}),
             ),
             Case(plane, "wrong dtype", "error", KEPT, source(lambda w: {HEAD: w[HEAD].bfloat16()})),
-            Case(plane, "stale weights", "weights_unchanged", ALARM, stale),
-            Case(plane, "forgotten adapter", "canary_alarm", ALARM, forgotten_adapter),
+            Case(plane, "stale weights", "weights_unchanged", KEPT, stale),
+            Case(plane, "forgotten adapter", "weights_unchanged", KEPT, forgotten_adapter),
+            Case(plane, "adapter forgotten while the base is trained too", "canary_alarm", ALARM, half_forgotten_adapter),
+            Case(plane, "learner killed before it confirmed", "error", KEPT, dies_before_it_confirms),
             Case(plane, "base sent instead of the adapter", "weights_refused", OUT, settings={"takes": [UP, DOWN]}),
             Case(plane, "weights loaded transposed", "canary_alarm", OUT, settings={"on_load": transposed}),
             Case(plane, "weights loaded with a scale of 0.1 %", "canary_alarm", OUT, settings={"on_load": scaled}),
         ]
-        steps = (
-            ["join", "stage", "bucket", "commit", "committed"] if plane == "gloo" else ["stage", "commit", "committed"]
-        )
+        steps = ["stage", "commit", "committed", "score", "confirm"]
+        if plane == "gloo":
+            steps = ["join", "stage", "bucket", *steps[1:]]
         for signalled, word in ((signal.SIGKILL, "killed"), (signal.SIGSTOP, "stopped")):
             for step in steps:
                 nth = {"join": 1, "bucket": 24}.get(step, 2)
@@ -204,45 +218,62 @@ def cases() -> list[Case]:
 
 
 class Watcher:
-    """Generates on an engine all the time; remembers the first token that no proven weights made."""
+    """Asks an engine all the time, also while answers are held; remembers the first that should not have left it.
 
-    def __init__(self, name: str, engine: Any, allowed: Callable[[VersionSpan, int], bool]) -> None:
-        self._name, self._engine, self._allowed = name, engine, allowed
+    A token must be the version that it is stamped with. An engine that loads wrongly whatever it gets may hand out
+    nothing but version 0, even where its tokens happen to look right (`loads_wrong`).
+    """
+
+    def __init__(self, name: str, engine: Any, loads_wrong: bool = False) -> None:
+        self._name, self._engine, self._loads_wrong = name, engine, loads_wrong
         self.wrong, self.tokens, self.newest = "", 0, -1
+        self._open: set[asyncio.Task[None]] = set()
         self._task = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        k = 0
-        while True:
-            k += 1
-            (answer,) = await self._engine.generate(f"w{k}", [1], SamplingParams(8, temperature=0.0), 1)
-            for span in answer.versions:
-                for token in answer.token_ids[span.start : span.end].tolist():
-                    if not self._allowed(span, token):
-                        self.wrong = self.wrong or f"{self._name} emitted {token} as version {span.version}"
-                self.newest = span.version
-            self.tokens += len(answer.token_ids)
+        for k in itertools.count():
+            question = asyncio.create_task(self._question(k))
+            self._open.add(question)
+            question.add_done_callback(self._open.discard)
+            await asyncio.wait([question], timeout=0.05)  # one that is held stays open, and is looked at if it comes
             await asyncio.sleep(0.005)
 
+    async def _question(self, k: int) -> None:
+        try:
+            (answer,) = await self._engine.answer(f"w{k}", [1], SamplingParams(8, temperature=0.0), 1)
+        except (HeadraceError, ConnectionError):
+            return  # killed or condemned: nothing left it
+        for span in answer.versions:
+            for token in answer.token_ids[span.start : span.end].tolist():
+                if token != span.version % V or (self._loads_wrong and span.version > 0):
+                    self.wrong = self.wrong or f"{self._name} handed out {token} as version {span.version}"
+            self.newest = max(self.newest, span.version)
+        self.tokens += len(answer.token_ids)
+
     async def end(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        asked = [self._task, *self._open]
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
 
 
 async def run_case(case: Case) -> Seen:
     """Version 1 well, the fault in version 2, and what is served afterwards."""
     with tempfile.TemporaryDirectory() as scratch:
         scene = Scene(case, Path(scratch))
-        watcher = Watcher("healthy", scene.engines["healthy"], lambda span, token: token == span.version % V)
+        await scene.ready()
+        loads_wrong = "on_load" in case.settings
+        watchers = {n: Watcher(n, e, loads_wrong and n == "victim") for n, e in scene.engines.items()}
         try:
-            return await _play(case, scene, watcher)
+            return await _play(case, scene, watchers)
         finally:
-            await watcher.end()
+            for watcher in watchers.values():
+                await watcher.end()
             await scene.close()
 
 
-async def _play(case: Case, scene: Scene, watcher: Watcher) -> Seen:
-    started, errors = time.monotonic(), []
+async def _play(case: Case, scene: Scene, watchers: Mapping[str, Watcher]) -> Seen:
+    errors: list[str] = []
     early = (case.victim or case.learner or Doom("")).step in ("join", "enter")
     if not early and "takes" not in case.settings and "on_load" not in case.settings:
         await scene.push(1)
@@ -254,16 +285,20 @@ async def _play(case: Case, scene: Scene, watcher: Watcher) -> Seen:
         errors.append(f"{type(error).__name__}: {error}")
     seconds = time.monotonic() - began
     ended = _ending(scene, errors)
+    if ended in (KEPT, ALARM):
+        await asyncio.sleep(OUTLIVES_S)
+        newest = max(w.newest for w in watchers.values())
+        assert newest <= 1, f"version {newest} left an engine before anybody confirmed it"
     if ended == KEPT:
         scene.next_learner()
-        scene.yields, scene.tamper = (lambda weights: weights), None
         await scene.push(3)
-    await _served(watcher, 3 if ended == KEPT else 2, alarmed=ended == ALARM)
+    if ended != ALARM:
+        await _served(watchers["healthy"], 3 if ended == KEPT else 2)
     named = _named(case, scene, errors)
-    wrong = watcher.wrong if ended != ALARM else ""
+    wrong = "; ".join(w.wrong for w in watchers.values() if w.wrong)
     wrong = wrong or ("" if named else f"not named: {[k for k, _ in scene.events]} {errors}")
     wrong = wrong or ("" if ended == case.ends else f"ended with {ended!r}, expected {case.ends!r}")
-    assert watcher.tokens > 0 and started
+    assert watchers["healthy"].tokens > 0
     return Seen(case.plane, case.fault, named or "-", ended, round(seconds, 2), wrong)
 
 
@@ -283,10 +318,10 @@ def _named(case: Case, scene: Scene, errors: list[str]) -> str:
     return next((k for k in case.named_by.split("|") if k in kinds), "")
 
 
-async def _served(watcher: Watcher, version: int, alarmed: bool) -> None:
-    """Wait until the healthy engine emits `version`; TimeoutError if it does not within the deadline."""
+async def _served(watcher: Watcher, version: int) -> None:
+    """Wait until the healthy engine hands out `version`; TimeoutError if it does not within the deadline."""
     async with asyncio.timeout(3 * TIMEOUT_S):
-        while watcher.newest != version and not alarmed:  # noqa: ASYNC110 - what we wait for is in another process
+        while watcher.newest != version:  # noqa: ASYNC110 - what we wait for is in another process
             await asyncio.sleep(0.01)
 
 

@@ -16,11 +16,12 @@ import torch
 
 from actors.weight_sync import CanaryPlan, SenderPort, ThreadedSender, WeightSync
 from benchmarks.light_engine import LightEngine, always, score
-from benchmarks.light_process import Doom, LightProcess, Remote, Steps, serve
+from benchmarks.light_process import Doom, LightProcess, Remote, Steps, light_service, serve
 from learner.weight_publisher import WeightPublisher
 from learner.weight_sender import Sent, WeightSender
 from rollout.canary import CanaryText
-from rollout.engine import Rendezvous
+from rollout.engine import Rendezvous, SamplingParams
+from rollout.service import RolloutService
 from rollout.types import Float32
 from rollout.versions import WeightManifest
 from rollout.weight_inbox import manifest_from_plain, manifest_to_plain
@@ -38,7 +39,7 @@ class Case:
     plane: str  # gloo | store
     fault: str
     named_by: str  # the event's kind, or "error"
-    ends: str  # "sent again" | "victim quarantined" | "old version kept"
+    ends: str  # "sent again" | "victim quarantined" | "old version kept" | "learner stopped"
     inject: Callable[[Scene], None] = lambda scene: None
     victim: Doom | None = None
     learner: Doom | None = None
@@ -72,6 +73,7 @@ class Scene:
         self.yields: Callable[[Weights], Weights] = lambda weights: weights
         self.before_publish: Callable[[], None] = lambda: None
         self.tamper: Callable[[int, torch.Tensor], torch.Tensor] | None = None
+        self.canary_fails = False
         self.engines = {
             "healthy": LightProcess(V, None, **self._settings(scratch)),
             "victim": self._victim(scratch),
@@ -85,7 +87,7 @@ class Scene:
     def _victim(self, scratch: Path) -> Any:
         if not self.case.settings:
             return LightProcess(V, self.case.victim, **self._settings(scratch))
-        return LightEngine(always(0, V), **{**self._settings(scratch), **self.case.settings})
+        return light_service(LightEngine(always(0, V), **{**self._settings(scratch), **self.case.settings}))
 
     def truth(self) -> Weights:
         """What the learner's optimizer holds: version v emits token v."""
@@ -100,6 +102,8 @@ class Scene:
 
     def _sync(self, sender: SenderPort) -> WeightSync:
         async def wanted() -> list[Float32]:
+            if self.canary_fails:
+                raise ConnectionError("the learner is gone")
             return [score(self.truth(), CANARY.prompt_ids, CANARY.token_ids, 1.0)]
 
         plan = CanaryPlan((CANARY,), wanted, tolerance=0.01)
@@ -110,6 +114,14 @@ class Scene:
             sync.admit(name, engine)
         return sync
 
+    async def ready(self) -> None:
+        """Engines answer, so that no deadline of a case pays for a process that is still importing torch."""
+        async with asyncio.timeout(120):
+            for engine in self.engines.values():
+                await engine.answer("ready", [1], SamplingParams(1, temperature=0.0), 1)
+            if isinstance(self.sync.sender, SenderProcess):
+                await self.sync.sender.close_group()
+
     async def push(self, version: int) -> None:
         self.version = version
         patience = 1.5 if self.case.learner else 6  # a learner that stops is its supervisor's affair, not the plane's
@@ -118,10 +130,13 @@ class Scene:
     def next_learner(self) -> None:
         """The old one is dead; another starts from its checkpoint with the engines that are left."""
         self.case = Case(self.case.plane, "", "", "")
+        self.yields, self.tamper, self.canary_fails = (lambda weights: weights), None, False
+        self.truth = lambda: always(self.version, V)  # type: ignore[method-assign]
         self.sync = self._sync(self._sender())
 
     async def close(self) -> None:
-        await asyncio.gather(*(e.close() for e in self.engines.values()))
+        for engine in self.engines.values():
+            await (engine.engine if isinstance(engine, RolloutService) else engine).close()
         sender = self.sync.sender
         if isinstance(sender, SenderProcess):
             await sender.remote.close()

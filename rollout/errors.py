@@ -67,5 +67,9 @@ class EngineError(HeadraceError):
     """The inference engine died, or its weights are in no known state; it must be replaced or updated."""
 
 
+class Quarantined(HeadraceError):
+    """The learner does not trust what this engine serves; it serves nothing any more. Says why."""
+
+
 class DivergedError(HeadraceError):
     """Learning cannot go on: gradients not finite for several steps in a row, or ranks whose weights differ."""

@@ -75,6 +75,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("weights/stall_s", "s", "generation stood still for the commit (worst engine)"),
     Metric("weights/transfer_s", "s", "moving the bytes of a version to the engines"),
     Metric("weights/bytes", "bytes", "bytes of the version that were moved"),
+    Metric("weights/held_s", "s", "answers of a new version waited in the engine until the learner confirmed it"),
     Metric("weights/<statistic>", "", "another statistic of the weight plane"),
     Metric("canary/<statistic>", "", "log-probs of fixed tokens, engine against learner"),
     Metric("memory/<role>", "bytes", "resident memory of a role"),

@@ -79,7 +79,7 @@ async def test_twenty_engines_come_and_go_during_a_hundred_updates(tmp_path) -> 
     assert not blamed, "an engine that did nothing wrong was blamed"
     assert max(waits) < TIMEOUT_S, f"the learner waited {max(waits):.1f} s for one push"
     for name, engine in fleet.alive.items():
-        (answer,) = await engine.generate("r", [1], SamplingParams(3, temperature=0.0), 1)
+        (answer,) = await engine.answer("r", [1], SamplingParams(3, temperature=0.0), 1)
         assert set(answer.token_ids) == {fleet.version % V}, name
         assert [s.version for s in answer.versions] == [fleet.version]
     await fleet.close()
