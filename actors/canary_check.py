@@ -41,9 +41,7 @@ class CanaryCheck:
     async def ask(self, engine: EnginePort) -> list[Float32]:
         """The engine's, all texts at once: it decodes them in one batch."""
         assert self.plan is not None
-        return list(
-            await asyncio.gather(*(engine.score(t.prompt_ids, t.token_ids, 1.0) for t in self.plan.texts))
-        )
+        return list(await asyncio.gather(*(engine.score(t.prompt_ids, t.token_ids, 1.0) for t in self.plan.texts)))
 
     def read(
         self, name: str, version: int, seen: Sequence[Float32], wanted: Sequence[Float32], content: str

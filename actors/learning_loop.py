@@ -124,7 +124,8 @@ class LearningLoop:
         self._tell(lambda: self.queue.trained(step, version))
         self._settle()
         self._enter("publish")
-        metrics |= self.effects.publish(version, metrics.get("grad_norm"))
+        moved = metrics.get("grad_norm") if metrics.get("lr") else None  # at a rate of 0 nothing moves, and rightly so
+        metrics |= self.effects.publish(version, moved)
         self._tell(lambda: self.queue.release(version))
         published = time.monotonic()
         evaluation = self.effects.evaluate(version) if version in self.schedule.evaluate_at else None

@@ -27,13 +27,14 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from actors.asking import Outcome, ask
 from actors.canary_check import CanaryCheck
 from actors.weight_ports import CanaryPlan, Delivery, EnginePort, PushReport, SenderPort, ThreadedSender
 from rollout.canary import Reading
 from rollout.engine import CommitReport
-from rollout.errors import DeadlineError, WeightError
+from rollout.errors import WeightError
 
 if TYPE_CHECKING:
     from learner.weight_sender import Sent
@@ -41,16 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["CanaryPlan", "EnginePort", "PushReport", "SenderPort", "ThreadedSender", "WeightSync"]
 
 CONDEMN_S = 1.0  # the word is sent; an engine that is quarantined for its silence need not be waited for
-
-
-@dataclass
-class _Outcome:
-    """One engine's answer to one question."""
-
-    name: str
-    value: Any = None
-    error: Exception | None = None
-    silent: bool = False  # it did not answer at all, or its process is gone
 
 
 @dataclass
@@ -162,15 +153,13 @@ class WeightSync:
         if self._members == wanted:
             return None
         rendezvous = await self.sender.invite(wanted)
-        joins = [self._ask(n, self._engines[n].join(rendezvous[n]), self._patience) for n in wanted]
-        entered, *outcomes = await self._all_or_call_off(
-            [self._ask("learner", self.sender.enter(), self._patience), *joins]
-        )
+        joins = [ask(n, self._engines[n].join(rendezvous[n]), self._patience) for n in wanted]
+        entered, *outcomes = await self._all_or_call_off([ask("learner", self.sender.enter(), self._patience), *joins])
         if entered.error is None and all(o.error is None for o in outcomes):
             self._members = wanted
             return None
         await self.sender.close_group()
-        blamed = [o for o in outcomes if o.silent or _names(o.name, entered.error)]
+        blamed = [o for o in outcomes if o.silent or o.named_by(entered.error)]
         if not blamed:  # nobody was missing, yet it failed: whoever keeps failing is out after `attempts`
             failed = [o for o in outcomes if o.error is not None and "called off" not in str(o.error)]
             for o in failed:
@@ -181,7 +170,7 @@ class WeightSync:
             await self._quarantine(o.name, reason, quarantined)
         return entered.error or WeightError("an engine did not enter the weight group")
 
-    async def _all_or_call_off(self, asked: list[Awaitable[_Outcome]]) -> list[_Outcome]:
+    async def _all_or_call_off(self, asked: list[Awaitable[Outcome]]) -> list[Outcome]:
         """Everybody's outcome; after the first failure nobody needs to wait for who is missing."""
         tasks = [asyncio.ensure_future(a) for a in asked]
         for done in asyncio.as_completed(tasks):
@@ -190,17 +179,17 @@ class WeightSync:
                 break
         return list(await asyncio.gather(*tasks))
 
-    async def _send_and_stage(self, version: int) -> tuple[Sent | None, Exception | None, list[_Outcome]]:
+    async def _send_and_stage(self, version: int) -> tuple[Sent | None, Exception | None, list[Outcome]]:
         manifest = await self.sender.announce(version)
-        stages = [self._ask(n, self._engines[n].stage_weights(manifest), self._patience) for n in self._members]
-        sending = self._ask("learner", self.sender.send(manifest), self._patience)
+        stages = [ask(n, self._engines[n].stage_weights(manifest), self._patience) for n in self._members]
+        sending = ask("learner", self.sender.send(manifest), self._patience)
         sent, *outcomes = await asyncio.gather(sending, *stages)
         if sent.error is not None:
             await self.sender.close_group()
         return sent.value, sent.error, outcomes
 
     async def _judge(
-        self, version: int, sent: Sent | None, bad: list[_Outcome], strikes: dict[str, int], quarantined: dict[str, str]
+        self, version: int, sent: Sent | None, bad: list[Outcome], strikes: dict[str, int], quarantined: dict[str, str]
     ) -> None:
         """Who is to blame: the silent at once; who refused whole bytes after `attempts`; bystanders never."""
         for o in bad:
@@ -232,7 +221,7 @@ class WeightSync:
     async def _commit(self, delivery: Delivery) -> dict[str, CommitReport]:
         version, root = delivery.version, delivery.sent.root
         commits = [
-            self._ask(n, self._engines[n].commit_weights(version, root), self._patience)
+            ask(n, self._engines[n].commit_weights(version, root), self._patience)
             for n in delivery.members
             if n in self._engines
         ]
@@ -251,7 +240,7 @@ class WeightSync:
             return []
         wanted = await self._check.wanted()
         readings = []
-        asked = [self._ask(n, self._check.ask(self._engines[n]), self._patience) for n in committed]
+        asked = [ask(n, self._check.ask(self._engines[n]), self._patience) for n in committed]
         for o in await asyncio.gather(*asked):
             if o.error is not None:
                 await self._quarantine(o.name, f"did not answer the canary: {o.error}", delivery.quarantined)
@@ -267,7 +256,7 @@ class WeightSync:
 
     async def _confirm(self, delivery: Delivery, committed: dict[str, CommitReport]) -> None:
         version = delivery.version
-        asked = [self._ask(n, self._engines[n].confirm_weights(version), self._patience) for n in committed]
+        asked = [ask(n, self._engines[n].confirm_weights(version), self._patience) for n in committed]
         for o in await asyncio.gather(*asked):
             if o.error is not None:
                 committed.pop(o.name)
@@ -280,17 +269,6 @@ class WeightSync:
     def _patience(self) -> float:
         return self.timeout_s + self.grace_s
 
-    async def _ask(self, name: str, question: Awaitable[Any], wait_s: float) -> _Outcome:
-        """Never raises for what an engine does: an answer, its error, or its silence."""
-        try:
-            return _Outcome(name, await asyncio.wait_for(question, wait_s))
-        except TimeoutError:
-            return _Outcome(name, error=DeadlineError(f"an answer of {name}", wait_s), silent=True)
-        except (WeightError, DeadlineError) as error:
-            return _Outcome(name, error=error)
-        except Exception as error:  # noqa: BLE001 - a dead actor raises whatever its transport raises: a named outcome
-            return _Outcome(name, error=error, silent=True)
-
     async def _quarantine(self, name: str, reason: str, quarantined: dict[str, str]) -> None:
         engine = self._engines.pop(name, None)
         if engine is None:
@@ -299,19 +277,12 @@ class WeightSync:
         self._members = ()
         quarantined[name] = reason
         self.event("engine_quarantined", engine=name, reason=reason)
-        await self._ask(name, engine.condemn(reason), CONDEMN_S)
+        await ask(name, engine.condemn(reason), CONDEMN_S)
 
     async def _discard_everywhere(self) -> None:
-        await asyncio.gather(*(self._ask(n, e.discard_weights(), 2 * self.grace_s) for n, e in self._engines.items()))
+        await asyncio.gather(*(ask(n, e.discard_weights(), 2 * self.grace_s) for n, e in self._engines.items()))
 
     def _require_engines(self, version: int, quarantined: dict[str, str]) -> None:
         if not self._engines:
             why = "; ".join(f"{n}: {r}" for n, r in quarantined.items()) or "none was admitted"
             raise WeightError(f"no engine is left to serve version {version} ({why}); start one and admit it")
-
-
-def _names(engine: str, error: Exception | None) -> bool:
-    """Whether the learner's "waited for ... to enter" names this engine."""
-    return (
-        isinstance(error, DeadlineError) and engine in error.awaited.removesuffix("to enter").replace(",", " ").split()
-    )

@@ -191,7 +191,9 @@ def cases() -> list[Case]:
             Case(plane, "wrong dtype", "error", KEPT, source(lambda w: {HEAD: w[HEAD].bfloat16()})),
             Case(plane, "stale weights", "weights_unchanged", KEPT, stale),
             Case(plane, "forgotten adapter", "weights_unchanged", KEPT, forgotten_adapter),
-            Case(plane, "adapter forgotten while the base is trained too", "canary_alarm", ALARM, half_forgotten_adapter),
+            Case(
+                plane, "adapter forgotten while the base is trained too", "canary_alarm", ALARM, half_forgotten_adapter
+            ),
             Case(plane, "learner killed before it confirmed", "error", KEPT, dies_before_it_confirms),
             Case(plane, "base sent instead of the adapter", "weights_refused", OUT, settings={"takes": [UP, DOWN]}),
             Case(plane, "weights loaded transposed", "canary_alarm", OUT, settings={"on_load": transposed}),

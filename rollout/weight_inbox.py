@@ -40,6 +40,8 @@ from rollout.weight_stream import (
     sealed,
 )
 
+CALL_OFF_S = 0.2
+
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
@@ -134,12 +136,12 @@ def _stay_in_step(group: GlooGroup, manifest: WeightManifest, head: torch.Tensor
     group.wait(group.broadcast(scratch[: DIGEST_BYTES * len(sizes)]))
 
 
-def _pull(url: str, manifest: WeightManifest, spool: Spool, timeout_s: float) -> Staged:
+def _pull(url: str, manifest: WeightManifest, spool: Spool, timeout_s: float, called_off: threading.Event) -> Staged:
     """Wait for a version in a store, hold it against what was announced, fetch and prove it."""
     from rollout.weight_store import WeightStore
 
     store = WeightStore(url)
-    published = store.wait_for(manifest.version, timeout_s)
+    published = store.wait_for(manifest.version, timeout_s, called_off)
     if manifest.tensors and layout_hash(published.manifest) != layout_hash(manifest):
         raise WeightError(f"version {manifest.version} in {url} has other names, types or shapes than announced")
     return store.fetch(manifest.version, spool)
@@ -156,6 +158,7 @@ class WeightInbox:
         self._receipt = Receipt()
         self._thread: threading.Thread | None = None
         self._job = 0  # a job that was broken off must not write its result over the next one's
+        self._called_off = threading.Event()  # tells a job that still waits for a version to end
         self._lock = threading.Lock()
 
     def status(self) -> Receipt:
@@ -185,7 +188,10 @@ class WeightInbox:
         if self._thread is not None and self._thread.is_alive():
             raise WeightError(f"still {self._receipt.state}; discard it before fetching version {manifest.version}")
         self._ready = None
-        self._run(Receipt("staging", -1, manifest.version), lambda: _pull(url, manifest, self.spool, timeout_s))
+        called_off = self._called_off = threading.Event()
+        self._run(
+            Receipt("staging", -1, manifest.version), lambda: _pull(url, manifest, self.spool, timeout_s, called_off)
+        )
 
     def take(self, version: int) -> Staged:
         """The proven version, to be loaded; WeightError if another one, or none, is ready."""
@@ -219,8 +225,12 @@ class WeightInbox:
         if self._group is not None:
             self._group.close()
             self._group = None
-        if self._thread is not None and self._thread.is_alive():
-            self.spool.abandon_free()  # it may still write: let it have that place, and take another
+        self._called_off.set()
+        if self._thread is not None:
+            self._thread.join(CALL_OFF_S)  # one that only waits for a version ends at once
+            if self._thread.is_alive():
+                self.spool.abandon_free()  # it may still write: let it have that place, and take another
+            self._thread = None
 
     def _run(self, begun: Receipt, work: Callable[[], GlooGroup | Staged]) -> None:
         with self._lock:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -175,13 +176,15 @@ class WeightStore:
             raise WeightError(f"the manifest {path} does not agree with itself; publish the version again")
         return found
 
-    def wait_for(self, version: int, timeout_s: float) -> Published:
-        """Block until `version` is published; DeadlineError."""
+    def wait_for(self, version: int, timeout_s: float, called_off: threading.Event | None = None) -> Published:
+        """Block until `version` is published. Raises DeadlineError, and WeightError once `called_off` is set."""
+        called_off = called_off or threading.Event()
         deadline = time.monotonic() + timeout_s
         while version not in self.versions():
             if time.monotonic() > deadline:
                 raise DeadlineError(f"the learner to publish version {version} in {self._root}", timeout_s)
-            time.sleep(_POLL_S)
+            if called_off.wait(_POLL_S):
+                raise WeightError(f"nobody waits for version {version} any more: it was discarded")
         return self.manifest(version)
 
     def fetch(self, version: int, spool: Spool) -> Staged:

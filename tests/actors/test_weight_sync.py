@@ -4,7 +4,7 @@ and that a push ends with a report or a named error for every single failure of 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -58,6 +58,7 @@ class FakeEngine:
     times: int = 99
     logprob: float = -1.0
     served: list[int] = field(default_factory=list)
+    confirmed: list[int] = field(default_factory=list)
 
     async def _at(self, step: str) -> None:
         self.log.append(f"{self.name} {step}")
@@ -79,6 +80,13 @@ class FakeEngine:
         assert digest == "root"
         self.served.append(version)
         return CommitReport(version, 0.3, 0.2)
+
+    async def confirm_weights(self, version):
+        await self._at("confirm")
+        self.confirmed.append(version)
+
+    async def condemn(self, reason):
+        await self._at("condemn")
 
     async def discard_weights(self):
         await self._at("discard")
@@ -120,6 +128,7 @@ async def test_the_order_of_one_push() -> None:
     assert w.log[0] == "invite e0,e1" and set(w.log[1:3]) == {"e0 join", "e1 join"}
     assert set(w.log[3:6]) == {"send 1", "e0 stage", "e1 stage"}
     assert set(w.log[6:8]) == {"e0 commit", "e1 commit"} and set(w.log[8:10]) == {"e0 score", "e1 score"}
+    assert set(w.log[10:]) == {"e0 confirm", "e1 confirm"}
     assert report.committed.keys() == {"e0", "e1"} and report.stall_s == 0.3 and not report.quarantined
     assert report.metrics()["weights/bytes"] == 10 and report.metrics()["weights/canary"] == 0.0
     assert w.kinds() == ["weights_committed"] * 2 and w.events[-1][1]["digest"] == "root"
@@ -138,7 +147,7 @@ async def test_the_second_push_keeps_the_epoch_and_a_newcomer_begins_one() -> No
     assert w.engines["e0"].served == [1, 2, 3] and w.engines["e1"].served == [3, 4]
 
 
-@pytest.mark.parametrize("step", ["join", "stage", "commit", "score"])
+@pytest.mark.parametrize("step", ["join", "stage", "commit", "score", "confirm"])
 @pytest.mark.parametrize("error", [None, EngineError("process died"), ConnectionError("actor gone")])
 async def test_a_silent_or_dead_engine_is_quarantined_and_the_other_goes_on(step, error) -> None:
     w = World({}, {"step": step, "error": error})
@@ -193,24 +202,43 @@ async def test_wrong_logprobs_quarantine_and_say_so() -> None:
     report = await w.sync.push(1)
     assert report.committed.keys() == {"e0"} and "canary" in report.quarantined["e1"]
     assert "canary_alarm" in w.kinds()
+    assert w.engines["e0"].confirmed == [1] and w.engines["e1"].confirmed == [] and "e1 condemn" in w.log
+    assert ("weights_committed", "e1") not in [(k, f.get("engine")) for k, f in w.events]
 
 
-async def test_unchanged_weights_after_a_step_are_alarmed() -> None:
+async def test_an_update_that_is_not_due_for_a_canary_is_confirmed_at_once() -> None:
+    w = World({})
+    w.sync._check.plan = replace(w.sync.canary, every=2)
+    for v in (1, 2):
+        await w.sync.push(v)
+    assert w.engines["e0"].confirmed == [1, 2] and w.log.count("e0 score") == 1
+
+
+async def test_a_learner_that_dies_before_it_confirms_confirms_nothing() -> None:
+    w = World({})
+
+    async def gone():
+        raise ConnectionError("killed")
+
+    w.sync._check.plan = replace(w.sync.canary, score=gone)
+    with pytest.raises(ConnectionError):
+        await w.sync.push(1)
+    assert w.engines["e0"].served == [1] and w.engines["e0"].confirmed == []
+
+
+async def test_unchanged_weights_after_a_step_are_alarmed_and_never_served() -> None:
     w = World({})
     await w.sync.push(1, grad_norm=0.5)
-    await w.sync.push(2, grad_norm=0.0)
+    for version, norm in enumerate((0.0, None, float("nan"), float("inf")), 2):  # nothing moved, or nobody knows
+        await w.sync.push(version, grad_norm=norm)
     assert "weights_unchanged" not in w.kinds()
-    await w.sync.push(3, grad_norm=0.5)
+    with pytest.raises(WeightError, match="version 6 has the digest of the version before"):
+        await w.sync.push(6, grad_norm=0.5)
     assert "weights_unchanged" in w.kinds()
+    assert w.engines["e0"].served == [1, 2, 3, 4, 5] and "e0 discard" in w.log
 
 
-async def test_on_quarantine_is_told() -> None:
+async def test_a_quarantined_engine_is_told() -> None:
     w = World({}, {"step": "commit", "error": WeightError("half loaded")})
-    told = []
-
-    async def note(name: str, reason: str) -> None:
-        told.append((name, reason))
-
-    w.sync.on_quarantine = note
-    await w.sync.push(1)
-    assert told[0][0] == "e1" and "half loaded" in told[0][1]
+    report = await w.sync.push(1)
+    assert "e1 condemn" in w.log and "half loaded" in report.quarantined["e1"] and w.engines["e1"].confirmed == []
