@@ -33,10 +33,14 @@ class CanaryCheck:
         self._updates += 1
         return self.plan is not None and self.plan.every > 0 and self._updates % self.plan.every == 0
 
-    async def wanted(self) -> Sequence[Float32]:
+    @property
+    def quarantines(self) -> bool:
+        return self.plan is not None and self.plan.quarantine
+
+    async def wanted(self, version: int) -> Sequence[Float32]:
         """The learner's own log-probs of the fixed tokens."""
         assert self.plan is not None
-        return await self.plan.score()
+        return await self.plan.score(version)
 
     async def ask(self, engine: EnginePort) -> list[Float32]:
         """The engine's, all texts at once: it decodes them in one batch."""

@@ -4,16 +4,16 @@
     start     load the model, or the newest whole checkpoint when resuming
     connect   rank 0 forms the weight group and makes every engine serve the learner's version
     run       the learning loop, to the end
+    admit     an engine that came back, or a new one: it serves the present version when this returns
     export    the final weights as a Hugging Face directory
 
-All of these run on ONE thread (`_work`): torch keeps its gradient mode and its OpenMP team per thread. `gauges`
-answers beside them. No method is a coroutine: Ray would run all of them on one event loop.
+All of these but `admit` run on ONE thread (`_work`): torch keeps its gradient mode and its OpenMP team per thread.
+`gauges` answers beside them. No method is a coroutine: Ray would run all of them on one event loop.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,14 +24,16 @@ from typing import Any
 import ray
 
 from actors.evaluation import evaluate
+from actors.fleet import Fleet, RemoteEngine, canary_texts
 from actors.learning_loop import Effects, LearningLoop, Metrics, Schedule
-from actors.publisher import Plane, Publisher, RemoteEngine, canary_texts
+from actors.publisher import Publisher
 from actors.role import Seat, Task, take
+from actors.weight_planes import Plane
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.presets import Setting, resolve
 from rollout.audit import audit
 from rollout.config import WeightsConfig
-from rollout.errors import ConfigError
+from rollout.errors import EngineError
 from rollout.event_log import JsonLines, MetricsLog, replace_file
 from rollout.trained_log import TrainedLog
 from rollout.types import Prompt
@@ -56,7 +58,7 @@ class LearnerSpec:
     keep_last: int
 
 
-@ray.remote(max_restarts=0, max_concurrency=4)
+@ray.remote(max_restarts=0, max_concurrency=16)
 class LearnerActor:
     """See the map above."""
 
@@ -66,7 +68,6 @@ class LearnerActor:
         self._work = ThreadPoolExecutor(1, thread_name_prefix="learn")
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="evaluate")
         self._loop: LearningLoop | None = None
-        self._last_tokens, self._last_waiting, self._last_seen = 0.0, 0.0, time.monotonic()
         take(seat, task)
 
     # ---- start ---------------------------------------------------------------------------------------------------
@@ -138,24 +139,49 @@ class LearnerActor:
 
     def connect(self, engines: Mapping[str, Any], rewards: Sequence[Any]) -> Metrics:
         """Every engine serves the learner's present version, proven, when this returns."""
-        self._engines, self._rewards = dict(engines), list(rewards)
-        return self._work.submit(self._connect).result()
+        self._rewards = list(rewards)
+        return self._work.submit(self._connect, engines).result()
 
-    def _connect(self) -> Metrics:
+    def _connect(self, engines: Mapping[str, Any]) -> Metrics:
         spec = self.spec
         canaries = canary_texts([self.prompts.prompt_for(i).token_ids for i in range(CANARIES)])
         self.publisher = Publisher(self.engine, spec.plane, spec.weights, spec.rank, spec.world, self.event, canaries)
-        for name, actor in self._engines.items():
+        self.fleet = Fleet(_answers)
+        for name, actor in engines.items():
             self.publisher.admit(name, RemoteEngine(actor))
+            self.fleet.join(name, actor)
         self._audit()
-        return self.publisher.push(self.engine.version)
+        return self.publisher.begin(self.engine.version).result()
+
+    def admit(self, name: str, actor: Any) -> Metrics:
+        """Make `actor` serve the present version under `name`. Raises why it must not; then it takes no part."""
+        found = self.publisher.bring(name, RemoteEngine(actor)).result()
+        self.fleet.join(name, actor)
+        return found
+
+    def dismiss(self, name: str) -> None:
+        """`name` is gone."""
+        self.fleet.leave(name)
+        self.publisher.dismiss(name)
+
+    def lost(self) -> dict[str, str]:
+        """Engines that no weights go to any more, with the reason."""
+        return self.publisher.lost() if self._loop else {}
 
     # ---- the loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
         """The learning loop; returns the version reached."""
         spec = self.spec
-        effects = Effects(self.publisher.push, self._evaluate, self._checkpoint, self._observe)
+        publisher = self.publisher
+        effects = Effects(
+            publisher.updated,
+            publisher.begin,
+            publisher.blocked_s,
+            self._evaluate,
+            self._checkpoint,
+            self._observe,
+        )
         self._loop = LearningLoop(
             self.queue,
             self.engine,
@@ -176,19 +202,15 @@ class LearnerActor:
         return self._beside.submit(self._evaluate_now, version)
 
     def _evaluate_now(self, version: int) -> Metrics:
-        found = evaluate(self.prompts.held_out(), version, self._answer, self._judge)
+        try:
+            found = evaluate(self.prompts.held_out(), version, self.fleet.answer, self._judge)
+        except EngineError as error:
+            self.event("evaluation_abandoned", version=version, reason=str(error))
+            return {}
         answers = "".join(json.dumps(row) + "\n" for row in found.rows)
         replace_file(self.run_dir / "evaluations" / f"v{version:08d}.jsonl", answers)
         self.event("evaluation", **found.event())
         return found.metrics()
-
-    def _answer(self, prompts: Sequence[Prompt]) -> list[Any]:
-        names = self.publisher.engines
-        if not names:
-            raise ConfigError("no engine is left to evaluate on")
-        shares = [prompts[i :: len(names)] for i in range(len(names))]
-        parts = ray.get([self._engines[n].answer.remote(share) for n, share in zip(names, shares, strict=True)])
-        return [parts[i % len(names)][i // len(names)] for i in range(len(prompts))]
 
     def _judge(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Any]:
         return ray.get(self._rewards[0].judge.remote(list(prompts), list(texts)))
@@ -214,17 +236,8 @@ class LearnerActor:
             return {}
         if self.engine.skipped_ordinals:
             self.event("step_skipped", version=self.engine.version, ordinals=self.engine.skipped_ordinals)
-        gauges = ray.get([actor.gauges.remote() for actor in self._engines.values()], timeout=30)
-        tokens, waiting = (sum(g[key] for g in gauges) for key in ("tokens_generated", "waiting_s"))
-        now = time.monotonic()
-        span = max(now - self._last_seen, 1e-9)
-        found = {
-            "throughput/rollout_tokens_per_s": (tokens - self._last_tokens) / span,
-            "idle/rollout": min(1.0, (waiting - self._last_waiting) / span / len(gauges)),
-        }
-        self._last_tokens, self._last_waiting, self._last_seen = tokens, waiting, now
         stats = self.queue.stats()
-        return found | self._books | {"groups/dropped": float(sum(stats["dropped_by_reason"].values()))}
+        return self.fleet.rates() | self._books | {"groups/dropped": float(sum(stats["dropped_by_reason"].values()))}
 
     # ---- end -----------------------------------------------------------------------------------------------------
 
@@ -242,3 +255,18 @@ class LearnerActor:
     def close(self) -> None:
         self._beside.shutdown(wait=False, cancel_futures=True)
         self._work.shutdown(wait=False, cancel_futures=True)
+
+
+def _answers(asked: Mapping[str, Any], within_s: float) -> dict[str, Any]:
+    """What each engine answered, or the error of one that did not, or is dead."""
+    from ray.exceptions import RayError
+
+    found: dict[str, Any] = {}
+    if asked:
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=within_s)
+    for name, reference in asked.items():
+        try:
+            found[name] = ray.get(reference, timeout=0)
+        except RayError as error:
+            found[name] = error
+    return found

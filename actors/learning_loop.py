@@ -1,17 +1,21 @@
 """The learner's main loop, free of Ray, DeepSpeed and ZeroMQ: it is handed what it calls.
 
-    step s     take P groups -> learn: version s becomes s+1 -> trained -> publish s+1 -> release the slots
-                              every e steps: evaluate (beside the next step)
+    step s     take P groups -> learn: version s becomes s+1 -> trained -> publish s+1, and on to step s+1
                               every k steps: checkpoint -> commit
+    beside     s+1 is staged, committed and confirmed by the engines -> live: release the slots
+                              every e steps: evaluate
 
     waits for          unblocked by
-    take               reward actors finishing P groups with signal
-    publish            engines that stage and commit; bounded by the weight plane's deadline
+    take               reward actors finishing P groups with signal; fails at once if a publication failed
+    the update         the publication before it, until nobody reads the weights any more (actors/publisher.py)
+    publish            the publication before it: one at a time, each bounded by the weight plane's deadlines
     evaluate           only the next publish waits for it, so that an evaluation sees exactly one version
 
-Order matters twice. `release` comes after `publish`: a slot is free only once the weights of the step that consumed it
-are live, which is the proof that staleness <= bound. `commit` comes after the checkpoint is durable: only then may the
-journal forget, and a crash between the two merely trains from the checkpoint again.
+Order matters twice. `release` comes when a version is live: a slot is free only once the weights of the step that
+consumed it are served, which is the proof that staleness <= bound; with bound 0 every slot waits for it, so the next
+step cannot be taken before. `commit` comes after the checkpoint is durable: only then may the journal forget, and a
+crash between the two merely trains from the checkpoint again. A learner that dies before its version was live
+publishes it again: what a resumed run does first is to make every engine serve the version of its checkpoint.
 """
 
 from __future__ import annotations
@@ -20,13 +24,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
+from rollout.errors import DeadlineError
 from rollout.event_log import JsonLines
 from rollout.trained_log import TrainedLog
 from rollout.types import Group
 
 Metrics = dict[str, float]
+TAKE_SLICE_S = 2.0
 
 
 class Queue(Protocol):
@@ -67,7 +74,10 @@ class Effects:
     On ranks other than 0 `publish` and `checkpoint` only take part in the collectives, and the rest does nothing.
     """
 
-    publish: Callable[[int, float | None], Metrics]  # version, gradient norm; every engine serves it on return
+    updated: Callable[[int], None]  # the weights are those of this version now
+    publish: Callable[[int, float | None, Callable[[int, Metrics], None]], Future[Metrics]]
+    """version, gradient norm, what to call once every engine serves it or a later one: (which, weights/* metrics)"""
+    blocked_s: Callable[[], float]  # seconds that the update waited for a publication, since last asked
     evaluate: Callable[[int], Future[Metrics]]  # eval/* metrics of the version the engines serve
     checkpoint: Callable[[int], None]  # durable when it returns
     observe: Callable[[], Metrics]  # gauges of the other roles, for the metrics line
@@ -75,9 +85,10 @@ class Effects:
 
 @dataclass
 class Pending:
-    """A metrics line that waits for its evaluation."""
+    """A version on its way, and its metrics line: written when it is live and, where it is due, evaluated."""
 
     row: Metrics
+    publication: Future[Metrics] | None = None
     evaluation: Future[Metrics] | None = None
 
 
@@ -100,11 +111,14 @@ class LearningLoop:
     phase: str = "starting"  # what the loop is doing now, for `headrace why`
     phase_since: float = field(default_factory=time.monotonic)
     _pending: Pending | None = None
+    _mark: float = field(default_factory=time.monotonic)  # where the time of the step under way begins
+    _began_s: float = 0.0  # what the beginning of the last publication took of it
 
     def run(self) -> int:
         """Train until the end; returns the version reached. Raises what its parts raise."""
         if self.learner.version in self.schedule.evaluate_at:
-            self._pending = Pending({}, self.effects.evaluate(self.learner.version))
+            self._pending = Pending({}, evaluation=self.effects.evaluate(self.learner.version))
+        self._mark = time.monotonic()
         while self.learner.version < self.schedule.steps and not self.stopping():
             self._step(self.learner.version)
         self._enter("finishing")
@@ -112,9 +126,9 @@ class LearningLoop:
         return self.learner.version
 
     def _step(self, step: int) -> None:
-        started = time.monotonic()
+        began = time.monotonic()
         self._enter("take")
-        groups = self.queue.take(step, self.rank, self.world, self.schedule.take_wait_s)
+        groups = self._take(step)
         taken = time.monotonic()
         self._enter("learn")
         metrics = self.learner.train_step(groups, step)
@@ -122,24 +136,54 @@ class LearningLoop:
         version = self.learner.version
         self.trained.trained(step, version, groups)
         self._tell(lambda: self.queue.trained(step, version))
+        self.effects.updated(version)
+        blocked_s = self.effects.blocked_s()
         self._settle()
-        self._enter("publish")
-        moved = metrics.get("grad_norm") if metrics.get("lr") else None  # at a rate of 0 nothing moves, and rightly so
-        metrics |= self.effects.publish(version, moved)
-        self._tell(lambda: self.queue.release(version))
-        published = time.monotonic()
-        evaluation = self.effects.evaluate(version) if version in self.schedule.evaluate_at else None
-        if self.schedule.checkpoint_at(version):
-            self._enter("checkpoint")
-            self.trained.sync()  # the books say of every step in a checkpoint which groups it was
-            self.effects.checkpoint(version)
-        row = metrics | self.effects.observe() | _timings(started, taken, trained, published)
+        sync_s = blocked_s + time.monotonic() - trained
+        row = metrics | self.effects.observe() | self._timings(taken - began, trained - taken - blocked_s, sync_s)
         row |= {"step": step + 1, "version": version, "time_s": round(time.time(), 3)} | _staleness(groups, step)
-        self._pending = Pending(row, evaluation)
-        if evaluation is None:
-            self._settle()
+        self._publish(version, row)
         if self.schedule.checkpoint_at(version):
-            self._tell(lambda: self.queue.commit(step))
+            self._checkpoint(step, version)
+
+    def _take(self, step: int) -> list[Group]:
+        """The groups of the step; asked for in slices, so that a publication that failed is heard of meanwhile."""
+        deadline = time.monotonic() + self.schedule.take_wait_s
+        while True:
+            self._raise_if_failed()
+            left = deadline - time.monotonic()
+            try:
+                return self.queue.take(step, self.rank, self.world, min(TAKE_SLICE_S, max(0.0, left)))
+            except DeadlineError as late:
+                if left <= TAKE_SLICE_S:
+                    raise DeadlineError(late.awaited, self.schedule.take_wait_s, late.detail) from None
+
+    def _publish(self, version: int, row: Metrics) -> None:
+        self._enter("publish")
+        began = time.monotonic()
+        pending = self._pending = Pending(row)
+        # at a learning rate of 0 nothing moves, and rightly so
+        moved = row.get("grad_norm") if row.get("lr") else None
+        pending.publication = self.effects.publish(version, moved, partial(self._live, pending, version))
+        self._began_s = time.monotonic() - began
+
+    def _live(self, pending: Pending, version: int, served: int, found: Metrics) -> None:
+        """Every engine serves `version` (a later one where all were lost); called by the publication, on its thread."""
+        self._tell(lambda: self.queue.release(version))
+        pending.row |= found
+        if version == served and version in self.schedule.evaluate_at:
+            pending.evaluation = self.effects.evaluate(version)
+        else:
+            self._write(pending.row)
+
+    def _checkpoint(self, step: int, version: int) -> None:
+        """The line of the version is on disk before a run may be resumed after it, if no evaluation holds it up."""
+        assert self._pending is not None and self._pending.publication is not None
+        self._pending.publication.result()
+        self._enter("checkpoint")
+        self.trained.sync()  # the books say of every step in a checkpoint which groups it was
+        self.effects.checkpoint(version)
+        self._tell(lambda: self.queue.commit(step))
 
     def _tell(self, queue_call: Callable[[], None]) -> None:
         """Only rank 0 speaks for the step; the other ranks only take."""
@@ -147,14 +191,39 @@ class LearningLoop:
             queue_call()
 
     def _settle(self) -> None:
-        """Write the line that waits for its evaluation; the next version must not go live before that is done."""
-        if self._pending is None:
-            return
-        self._enter("evaluate")
+        """Wait until the version before is live and evaluated. The next must not begin before that."""
         pending, self._pending = self._pending, None
-        scores = pending.evaluation.result(self.schedule.evaluate_wait_s) if pending.evaluation else {}
-        if pending.row and self.rank == 0:
-            self.metrics.append(pending.row | scores)
+        if pending is None:
+            return
+        if pending.publication is not None:
+            self._enter("publish")
+            pending.publication.result()
+        if pending.evaluation is not None:
+            self._enter("evaluate")
+            scores = pending.evaluation.result(self.schedule.evaluate_wait_s)
+            if pending.row:  # none for the version that the run starts from
+                self._write(pending.row | scores)
+
+    def _raise_if_failed(self) -> None:
+        publication = self._pending.publication if self._pending else None
+        if publication is not None and publication.done():
+            publication.result()
+
+    def _write(self, row: Metrics) -> None:
+        if self.rank == 0:
+            self.metrics.append(row)
+
+    def _timings(self, wait_s: float, learn_s: float, sync_s: float) -> Metrics:
+        """Where the time since the last step's line went. What went on beside the learner is not in it."""
+        now = time.monotonic()
+        whole, self._mark = max(now - self._mark, 1e-9), now
+        return {
+            "time/wait": wait_s,
+            "time/train": learn_s,
+            "time/weight_sync": sync_s + self._began_s,
+            "time/step": whole,
+            "idle/learner": wait_s / whole,
+        }
 
     def _enter(self, phase: str) -> None:
         self.phase, self.phase_since = phase, time.monotonic()
@@ -166,17 +235,6 @@ class LearningLoop:
             "version": self.learner.version,
             "step": self.learner.version,
         }
-
-
-def _timings(started: float, taken: float, trained: float, published: float) -> Metrics:
-    whole = max(time.monotonic() - started, 1e-9)
-    return {
-        "time/wait": taken - started,
-        "time/train": trained - taken,
-        "time/weight_sync": published - trained,
-        "time/step": whole,
-        "idle/learner": (taken - started) / whole,
-    }
 
 
 def _staleness(groups: Sequence[Group], version: int) -> Metrics:

@@ -9,11 +9,13 @@ answer           greedy answers to held-out prompts, beside the rollouts
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Sequence
 
 import ray
 
 from actors.evaluation import Answer
+from actors.rewards.descendants import family
 from actors.role import Seat, Task, take
 from rollout.engine import CommitReport, Engine, Rendezvous, SamplingParams
 from rollout.errors import Drained
@@ -35,8 +37,11 @@ class RolloutActor:
         self.event = task.events().append
         take(seat, task)
 
-    async def start(self) -> None:
-        """Load the model, seconds to a minute, unless a run before has; then enter the run."""
+    async def start(self) -> dict[int, int]:
+        """Load the model, seconds to a minute, unless a run before has; then enter the run.
+
+        Returns this process and those it has started: {pid: born}.
+        """
         from rollout.queue_client import AsyncQueueClient
         from rollout.service import RolloutService
         from rollout.vllm_engine import vllm_engine
@@ -50,6 +55,11 @@ class RolloutActor:
         hold_s = 2 * self.settings.timeout_s  # the learner computes its canary, then asks with one deadline
         self.service = RolloutService(self.engine, self.params, s.group_size, self.groups_in_flight, hold_s)
         self.queue = AsyncQueueClient(self.task.queue, self.seat.name)
+        return await self.processes()
+
+    async def processes(self) -> dict[int, int]:
+        """As `start` returns them, at any time."""
+        return family(os.getpid())
 
     async def run(self) -> str:
         """Generate until the queue says that the run is draining; returns what it said."""

@@ -107,9 +107,10 @@ class PushReport:
 
 @dataclass(frozen=True, slots=True)
 class CanaryPlan:
-    """What to score, and how the learner scores it. `score` gives one float32[L] per text, at temperature 1."""
+    """What to score, and how the learner does: `score(version)` gives one float32[L] per text, at temperature 1."""
 
     texts: tuple[CanaryText, ...]
-    score: Callable[[], Awaitable[Sequence[Float32]]]
+    score: Callable[[int], Awaitable[Sequence[Float32]]]
     every: int = 1
     tolerance: float = 0.15
+    quarantine: bool = True  # False: an alarm is only told, to measure the canary itself

@@ -1,5 +1,6 @@
 """How one version reaches every engine: the choreography, free of Ray, gloo and vLLM (ports are handed in).
 
+    bring(v, e)  push to one newcomer alone, so that it serves what the others serve
     deliver(v)   form an epoch if membership changed -> announce -> { send | stage on each engine, at the same time }
     serve(v)     commit on each engine -> canary -> confirm -> report
     push(v)      both; after `deliver` nobody reads the learner's weights any more
@@ -25,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ from actors.canary_check import CanaryCheck
 from actors.weight_ports import CanaryPlan, Delivery, EnginePort, PushReport, SenderPort, ThreadedSender
 from rollout.canary import Reading
 from rollout.engine import CommitReport
-from rollout.errors import WeightError
+from rollout.errors import NoEngine, WeightError
 
 if TYPE_CHECKING:
     from learner.weight_sender import Sent
@@ -56,7 +57,7 @@ class WeightSync:
     canary: CanaryPlan | None = None
     _engines: dict[str, EnginePort] = field(default_factory=dict)
     _members: tuple[str, ...] = ()
-    _root: str = ""
+    _last: tuple[int, str] = (-1, "")  # version and root digest that were delivered last
 
     def __post_init__(self) -> None:
         self._check = CanaryCheck(self.canary)
@@ -79,8 +80,15 @@ class WeightSync:
         return tuple(self._engines)
 
     async def push(self, version: int, grad_norm: float | None = None) -> PushReport:
-        """Make every engine serve `version`. Raises WeightError if none is left or nothing could be sent."""
+        """Make every engine serve `version`. Raises NoEngine if none is left, WeightError if nothing could be sent."""
         return await self.serve(await self.deliver(version, grad_norm))
+
+    async def bring(self, name: str, engine: EnginePort, version: int) -> PushReport:
+        """Admit `name` and make it alone serve `version`: proven and confirmed, or out again (NoEngine)."""
+        self.admit(name, engine)
+        delivery = await self._deliver(version, only=name)
+        self._last = version, delivery.sent.root
+        return await self.serve(delivery)
 
     async def deliver(self, version: int, grad_norm: float | None = None) -> Delivery:
         """`version` lies proven in every engine, not served yet; the learner's weights may change again.
@@ -108,7 +116,7 @@ class WeightSync:
                 bytes=sent.nbytes,
             )
         await self._confirm(delivery, committed)
-        self._require_engines(version, quarantined)
+        _require(committed, version, quarantined)
         return PushReport(
             version,
             sent.root,
@@ -124,13 +132,14 @@ class WeightSync:
 
     # --- deliver: an epoch, an announcement, bytes on every engine ------------------------------------------------
 
-    async def _deliver(self, version: int) -> Delivery:
+    async def _deliver(self, version: int, only: str = "") -> Delivery:
         strikes: dict[str, int] = {}
         quarantined: dict[str, str] = {}
         failure: Exception | None = None
         for attempt in range(1, self.attempts + len(self._engines) + 1):
-            self._require_engines(version, quarantined)
-            failure = await self._form(strikes, quarantined)
+            wanted = tuple(n for n in self._engines if not only or n == only)
+            _require(wanted, version, quarantined)
+            failure = await self._form(wanted, strikes, quarantined)
             if failure is not None:
                 continue
             started = time.monotonic()
@@ -147,9 +156,10 @@ class WeightSync:
         await self._discard_everywhere()
         raise WeightError(f"version {version} could not be sent after {attempt} attempts: {failure}")
 
-    async def _form(self, strikes: dict[str, int], quarantined: dict[str, str]) -> Exception | None:
-        """Make sure that the group consists of exactly the known engines; the error if somebody was missing."""
-        wanted = tuple(self._engines)
+    async def _form(
+        self, wanted: tuple[str, ...], strikes: dict[str, int], quarantined: dict[str, str]
+    ) -> Exception | None:
+        """Make sure that the group consists of exactly these engines; the error if somebody was missing."""
         if self._members == wanted:
             return None
         rendezvous = await self.sender.invite(wanted)
@@ -205,14 +215,15 @@ class WeightSync:
 
     async def _refuse_unchanged(self, delivery: Delivery, grad_norm: float | None) -> None:
         """The optimizer moved the weights, yet what came is what came before: the learner sends something else."""
-        root, before = delivery.sent.root, self._root
-        self._root = root
-        if root != before or grad_norm is None or not math.isfinite(grad_norm) or grad_norm <= 0.0:
+        version, root = delivery.version, delivery.sent.root
+        (before, old), self._last = self._last, (version, root)
+        moved = grad_norm is not None and math.isfinite(grad_norm) and grad_norm > 0.0
+        if root != old or version == before or not moved:
             return
-        self.event("weights_unchanged", version=delivery.version, digest=root, grad_norm=grad_norm)
+        self.event("weights_unchanged", version=version, digest=root, grad_norm=grad_norm)
         await self._discard_everywhere()
         raise WeightError(
-            f"version {delivery.version} has the digest of the version before ({root}) although the gradient norm was "
+            f"version {version} has the digest of the version before ({root}) although the gradient norm was "
             f"{grad_norm:.3g}: the learner sends other weights than it trains; no engine was given them"
         )
 
@@ -238,7 +249,7 @@ class WeightSync:
         """Takes out of `committed` who does not agree with the learner."""
         if not self._check.due() or not committed:
             return []
-        wanted = await self._check.wanted()
+        wanted = await self._check.wanted(delivery.version)
         readings = []
         asked = [ask(n, self._check.ask(self._engines[n]), self._patience) for n in committed]
         for o in await asyncio.gather(*asked):
@@ -249,7 +260,8 @@ class WeightSync:
             readings.append(reading)
             if reading.alarm:
                 self.event("canary_alarm", engine=o.name, version=delivery.version, reason=reading.alarm)
-                await self._quarantine(o.name, f"canary: {reading.alarm}", delivery.quarantined)
+                if self._check.quarantines:
+                    await self._quarantine(o.name, f"canary: {reading.alarm}", delivery.quarantined)
         for name in delivery.quarantined:
             committed.pop(name, None)
         return readings
@@ -282,7 +294,8 @@ class WeightSync:
     async def _discard_everywhere(self) -> None:
         await asyncio.gather(*(ask(n, e.discard_weights(), 2 * self.grace_s) for n, e in self._engines.items()))
 
-    def _require_engines(self, version: int, quarantined: dict[str, str]) -> None:
-        if not self._engines:
-            why = "; ".join(f"{n}: {r}" for n, r in quarantined.items()) or "none was admitted"
-            raise WeightError(f"no engine is left to serve version {version} ({why}); start one and admit it")
+
+def _require(engines: Collection[str], version: int, quarantined: Mapping[str, str]) -> None:
+    if not engines:
+        why = "; ".join(f"{n}: {r}" for n, r in quarantined.items()) or "none was admitted"
+        raise NoEngine(f"no engine is left to serve version {version} ({why}); start one and admit it")

@@ -54,8 +54,14 @@ class WarmCluster(Cluster):
         """The next run, which `start` then starts. Model, prompts and places must be those of the first."""
         self.config, self.directory = config, directory
         self.task = self._told()
+        self.crew = self._engines()
         self._sockets = tempfile.mkdtemp(dir=self._all_sockets)
         self.roles.clear()
+
+    def bury(self, name: str) -> None:
+        """An engine that is lost is not carried over: `_actor` makes another."""
+        self._alive.pop(name, None)
+        super().bury(name)
 
     def rest(self) -> None:
         """End everything of a drained run but the engines."""

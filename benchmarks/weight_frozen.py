@@ -26,6 +26,8 @@ from actors.weight_sync import CanaryPlan, ThreadedSender, WeightSync
 from benchmarks.light_engine import LightEngine, bigram, score
 from learner.weight_sender import WeightSender
 from rollout.canary import CanaryText, Reading
+from rollout.engine import SamplingParams
+from rollout.service import RolloutService
 from rollout.types import Float32
 from rollout.vllm_settings import VllmSettings
 
@@ -73,7 +75,7 @@ async def frozen(
     outcome = Outcome()
     sender = WeightSender(lambda: weights.items(), bucket_bytes=bucket_bytes, timeout_s=60.0)
 
-    async def scored() -> Sequence[Float32]:
+    async def scored(version: int) -> Sequence[Float32]:
         return wanted
 
     def event(kind: str, **fields: Any) -> None:
@@ -84,7 +86,7 @@ async def frozen(
     plan = CanaryPlan(texts, scored, quarantine=False)
     sync = WeightSync(ThreadedSender(sender), event, timeout_s=60.0, canary=plan)
     for name, engine in engines.items():
-        sync.admit(name, engine)
+        sync.admit(name, RolloutService(engine, SamplingParams(1), group_size=1, max_in_flight=1))
     for version in range(1, syncs + 1):
         outcome.readings += (await sync.push(version)).readings
     outcome.alarms, alarms = list(alarms), []

@@ -101,7 +101,7 @@ class Scene:
         return ThreadedSender(_Sender(self))
 
     def _sync(self, sender: SenderPort) -> WeightSync:
-        async def wanted() -> list[Float32]:
+        async def wanted(version: int) -> list[Float32]:
             if self.canary_fails:
                 raise ConnectionError("the learner is gone")
             return [score(self.truth(), CANARY.prompt_ids, CANARY.token_ids, 1.0)]

@@ -2,10 +2,10 @@
 
     start     queue -> (engines, rewards, learner ranks together) -> weight group and first weights
     begin     every loop: engines generate, rewards score, ranks learn
-    poll      gauges of every role; RoleDied names whoever ended that should not have
+    poll      an engine that ended is started again (launch/crew.py); RoleDied names whoever else ended
     close     ask, wait a little, kill; Ray goes down with everything it started
 
-Nothing here decides anything about the run: what each role is told comes from its constructor.
+Nothing here decides anything about the run: what each role is told comes from launch/casting.py.
 """
 
 from __future__ import annotations
@@ -15,25 +15,20 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from actors.learning_loop import Schedule
-from actors.publisher import Plane
-from actors.role import Seat, Task, thread_environment
+from actors.rewards.descendants import kill_if_born
+from actors.role import Task, thread_environment
+from launch.casting import Casting
 from launch.config import RunConfig
-from launch.ledger_settings import algorithm_setting, ledger_settings
+from launch.crew import START_S, Crew, RoleDied
 from launch.run_dir import RunDirectory
 from launch.topology import Placement
-from rollout.errors import HeadraceError
 
-START_S = 900.0  # the slowest honest start: a large model from a cold disk
+__all__ = ["Cluster", "RoleDied"]
+
 CALL_S = 30.0
 CLOSE_S = 20.0
-
-
-class RoleDied(HeadraceError):
-    """A role ended that should not have. `RoleDied: rollout-0 died while generating: ActorDiedError: ...`"""
 
 
 def first_line(error: BaseException) -> str:
@@ -52,6 +47,9 @@ class Role:
     placement: Placement
     handle: Any
     loop: Any = None
+    starting: Any = None
+    alone: Any = None  # an engine's own process, as its first word says it
+    family: dict[int, int] = field(default_factory=dict)  # and with those it has started; when each was born
 
     @property
     def name(self) -> str:
@@ -73,8 +71,10 @@ class Cluster:
     def __post_init__(self) -> None:
         self._ray: Any = None
         self.version = 0  # of the weights that the run starts from
+        self._asked: Any = None
         self._sockets = ""
         self.task = self._told()
+        self.crew = self._engines()
 
     def __enter__(self) -> Cluster:
         import ray
@@ -101,20 +101,20 @@ class Cluster:
     def start(self) -> None:
         """Everything up to the first weights in every engine. Raises RoleDied, or what a role refused to start with."""
         self.say("starting the queue")
-        queue = self._add(self._one("queue"), self._queue)
+        queue = self._add(self._all("queue")[0])
         self.task = replace(self.task, queue=self._wait(queue.handle.start.remote(), "the queue to start"))
         self.say("starting engines, rewards and the learner (vLLM and DeepSpeed import torch: most of a minute)")
-        for placement in self._all("rollout"):
-            self._add(placement, self._rollout)
-        for placement in self._all("reward"):
-            self._add(placement, self._reward)
-        for placement in self._all("learner"):
-            self._add(placement, self._learner)
+        for role in ("rollout", "reward", "learner"):
+            for placement in self._all(role):
+                self._add(placement)
         ranks = self.of("learner")
         meeting = self._wait(ranks[0].handle.meet.remote(len(ranks)), "learner-0 to open a meeting point")
         starts = [(r, r.handle.start.remote()) for role in ("rollout", "reward") for r in self.of(role)]
         starts += [(r, r.handle.start.remote(meeting, self.resume)) for r in ranks]
-        *_, self.version = self._all_of(starts, "start")
+        *started, self.version = self._all_of(starts, "start")
+        for (r, _), answer in zip(starts, started, strict=False):
+            if r.placement.role == "rollout":
+                r.family = answer
         self.say("forming the weight group; every engine takes the learner's weights before it serves")
         engines = {r.name: r.handle for r in self.of("rollout")}
         rewards = [r.handle for r in self.of("reward")]
@@ -137,10 +137,15 @@ class Cluster:
             context=self.context,
         )
 
-    def _add(self, placement: Placement, make: Callable[[Placement, Seat], Any]) -> Role:
-        device = "cuda" if placement.gpus else "cpu"
-        role = Role(placement, make(placement, Seat(placement.name, placement.cores, device)))
-        self.roles[placement.name] = role
+    def _engines(self) -> Crew:
+        names = [p.name for p in self._all("rollout")]
+        return Crew(names, self.config.topology.rollout.restarts, self, self.task.events().append)
+
+    def _add(self, placement: Placement) -> Role:
+        cast = Casting(self.config, self.directory, self.context, f"ipc://{self._sockets}/queue", self._actor)
+        role = self.roles[placement.name] = Role(placement, cast.make(self.task, placement))
+        if placement.role == "rollout":
+            role.alone = role.handle.processes.remote()
         return role
 
     def _actor(self, kind: Any, placement: Placement, *args: object, **environment: str) -> Any:
@@ -150,75 +155,6 @@ class Cluster:
         options = {"num_cpus": 0, "num_gpus": gpus, "runtime_env": {"env_vars": variables}}
         return kind.options(**options).remote(*args)
 
-    def _queue(self, placement: Placement, seat: Seat) -> Any:
-        from actors.queue_actor import QueueActor
-
-        bind = f"ipc://{self._sockets}/queue"
-        ledger = ledger_settings(self.config)
-        return self._actor(QueueActor, placement, self.task, seat, ledger, self.config.topology.queue, bind)
-
-    def _rollout(self, placement: Placement, seat: Seat) -> Any:
-        from actors.rollout_actor import RolloutActor
-        from rollout.vllm_settings import VllmSettings, vllm_environment
-
-        c = self.config
-        kv_mb = c.topology.rollout.kv_cache_mb or (None if placement.gpus else 256)
-        settings = VllmSettings(
-            model_dir=str(Path(c.model.path).resolve()),
-            dtype=c.model.dtype,
-            max_model_len=self.context,
-            device="cuda" if placement.gpus else "cpu",
-            threads=placement.threads,
-            cores=placement.cores or None,
-            max_num_seqs=c.groups_in_flight * c.sampling.group_size,
-            kv_cache_bytes=kv_mb and kv_mb << 20,
-            tensor_parallel=max(1, len(placement.gpus)),
-            kv_policy=c.weights.kv_policy,
-            adapter_rank=c.topology.learner.lora_rank if c.adapters_travel else 0,
-            plane=c.plane,
-            store_url=self._store_url,
-            bucket_bytes=c.weights.bucket_mb << 20,
-            timeout_s=c.weights.timeout_s,
-            seed=c.run.seed + placement.index,
-            truncates=c.sampling.top_p < 1 or c.sampling.top_k > 0,
-        )
-        environment = vllm_environment(placement.threads)
-        return self._actor(RolloutActor, placement, self.task, seat, settings, c.groups_in_flight, **environment)
-
-    def _reward(self, placement: Placement, seat: Seat) -> Any:
-        from actors.reward_actor import RewardActor
-
-        return self._actor(RewardActor, placement, self.task, seat, self.config.rewards)
-
-    def _learner(self, placement: Placement, seat: Seat) -> Any:
-        from actors.learner_actor import LearnerActor, LearnerSpec
-        from learner import heap
-
-        c = self.config
-        spec = LearnerSpec(
-            rank=placement.index,
-            world=c.topology.learner.ranks,
-            algorithm=c.algorithm,
-            setting=algorithm_setting(c),
-            component_weights=tuple((r.component, r.weight) for r in c.rewards),
-            learner=c.topology.learner,
-            weights=c.weights,
-            plane=Plane(c.plane, self._store_url, max(1, int(c.topology.rollout.gpus)), c.adapters_travel),
-            schedule=Schedule(
-                steps=c.run.steps,
-                evaluate_at=frozenset(c.evaluated_versions),
-                checkpoint_every=c.checkpoint.every,
-                take_wait_s=c.topology.queue.group_deadline_s,
-            ),
-            keep_last=c.checkpoint.keep_last,
-        )
-        return self._actor(LearnerActor, placement, self.task, seat, spec, **heap.ENVIRONMENT)
-
-    @property
-    def _store_url(self) -> str:
-        """Where the store plane keeps versions: as said, or in the run directory."""
-        return self.config.weights.store_url or str(self.directory.path.resolve() / "weights")
-
     # ---- watch ---------------------------------------------------------------------------------------------------
 
     def of(self, role: str) -> list[Role]:
@@ -226,12 +162,35 @@ class Cluster:
         return [r for r in self.roles.values() if r.placement.role == role]
 
     def poll(self, wait_s: float) -> bool:
-        """Wait up to `wait_s` for a loop to end; True once every learner rank is done. Raises RoleDied."""
+        """Wait up to `wait_s` for a loop to end; True once every learner rank is done.
+
+        An engine that ended is started again (launch/crew.py). Raises RoleDied for any other role, and when no engine
+        is left.
+        """
         loops = {r.loop: r for r in self.roles.values() if r.loop is not None}
         ended, _ = self._ray.wait(list(loops), num_returns=len(loops), timeout=wait_s, fetch_local=False)
         for reference in ended:
-            self._outcome(loops[reference])
-        return all(r.loop in ended for r in self.of("learner"))
+            role = loops[reference]
+            if role.placement.role != "rollout":
+                self._outcome(role)
+            elif reason := self.outcome(reference):
+                self.crew.lost(role.name, reason)
+        if all(r.loop in ended for r in self.of("learner")):
+            return True
+        self._hear_learner()
+        self.crew.look()
+        return False
+
+    def _hear_learner(self) -> None:
+        """Engines that the weight plane has given up, as of the answer to the question of the poll before."""
+        asked, self._asked = self._asked, None
+        if asked is not None and self.outcome(asked) == "":
+            for name, reason in self._ray.get(asked).items():
+                self.crew.lost(name, f"quarantined: {reason}")
+        elif asked is not None and self.outcome(asked) is None:
+            self._asked = asked
+            return
+        self._asked = self.roles["learner-0"].handle.lost.remote()
 
     def _outcome(self, role: Role) -> Any:
         try:
@@ -241,9 +200,14 @@ class Cluster:
 
     def gauges(self) -> dict[str, dict[str, Any]]:
         """What every role says of itself; a role that does not answer in time says so."""
-        asked = {name: role.handle.gauges.remote() for name, role in self.roles.items()}
+        absent = {name: self.crew.gauges(name) for name in self.crew.absent}
+        asked = {name: role.handle.gauges.remote() for name, role in self.roles.items() if name not in absent}
         self._ray.wait(list(asked.values()), num_returns=len(asked), timeout=5.0)
-        return {name: self._answer(reference) for name, reference in asked.items()}
+        found = {name: self._answer(reference) for name, reference in asked.items()}
+        for name in self.crew.names:
+            if name in found:
+                self.crew.heard(name, "silent" not in found[name], self.config.weights.timeout_s)
+        return found | absent
 
     def _answer(self, reference: Any) -> dict[str, Any]:
         from ray.exceptions import RayError
@@ -252,6 +216,38 @@ class Cluster:
             return dict(self._ray.get(reference, timeout=0))
         except RayError as error:
             return {"silent": first_line(error)}
+
+    # ---- an engine that comes and goes (launch.crew.Hands) ---------------------------------------------------------
+
+    def bury(self, name: str) -> None:
+        role = self.roles[name]
+        role.loop = None
+        self._kill(role)
+        self.roles["learner-0"].handle.dismiss.remote(name)
+
+    def restart(self, name: str) -> Any:
+        role = self._add(self.roles[name].placement)
+        role.starting = role.handle.start.remote()
+        return role.starting
+
+    def rejoin(self, name: str) -> Any:
+        role = self.roles[name]
+        role.family = self._ray.get(role.starting)
+        return self.roles["learner-0"].handle.admit.remote(name, role.handle)
+
+    def set_to_work(self, name: str) -> None:
+        role = self.roles[name]
+        role.loop = role.handle.run.remote()
+
+    def outcome(self, reference: Any) -> str | None:
+        done, _ = self._ray.wait([reference], timeout=0, fetch_local=False)
+        if not done:
+            return None
+        try:
+            self._ray.get(reference, timeout=CALL_S)
+        except Exception as error:  # noqa: BLE001 - whatever ends a call of a dead actor is the answer
+            return first_line(error)
+        return ""
 
     # ---- end -----------------------------------------------------------------------------------------------------
 
@@ -272,16 +268,22 @@ class Cluster:
         if asked:
             self._ray.wait(asked, num_returns=len(asked), timeout=CLOSE_S)
         for role in self.roles.values():
-            self._ray.kill(role.handle)
+            self._kill(role)
         self.roles.clear()
+
+    def _kill(self, role: Role) -> None:
+        """An engine with the processes it has started: vLLM's own does not notice that its actor is gone."""
+        if role.alone is not None and self.outcome(role.alone) == "":
+            for pid, born in self._ray.get(role.alone).items():
+                kill_if_born(pid, born)
+        for pid, born in role.family.items():
+            kill_if_born(pid, born)
+        self._ray.kill(role.handle)
 
     # ---- small change ----------------------------------------------------------------------------------------------
 
     def _all(self, role: str) -> list[Placement]:
         return [p for p in self.placements if p.role == role]
-
-    def _one(self, role: str) -> Placement:
-        return self._all(role)[0]
 
     def _wait(self, reference: Any, what: str) -> Any:
         started = time.monotonic()

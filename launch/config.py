@@ -47,6 +47,11 @@ class RolloutPlacement(Section):
     groups_in_flight: int | None = Field(
         None, ge=1, description="groups one engine generates at the same time; null: all slots, shared by the replicas"
     )
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="times one engine is started again when it dies or is quarantined; the run goes on meanwhile",
+    )
     kv_cache_mb: int | None = Field(
         None, ge=16, description="KV cache per engine; null: 256 MB on CPU, vLLM's choice on GPU"
     )

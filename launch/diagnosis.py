@@ -81,12 +81,12 @@ class RunState:
         return None if written is None else max(0.0, self.now - written)
 
     def dead(self) -> dict[str, Row]:
-        """Roles whose last life-or-death event is a death."""
+        """Roles whose last life-or-death event is a death; one that is being started again is not among them."""
         dead: dict[str, Row] = {}
         for event in self.events:
-            if event["event"] == "role_died":
+            if event["event"] == "role_died" or event["event"] == "role_given_up":
                 dead[str(event.get("role"))] = event
-            elif event["event"] in ("role_started", "role_restarted"):
+            elif event["event"] in ("role_started", "role_restarting", "role_restarted"):
                 dead.pop(str(event.get("role")), None)
             elif event["event"] in ("run_starting", "run_started"):
                 dead.clear()
@@ -117,10 +117,12 @@ def diagnose(state: RunState) -> list[Finding]:
 def _lives(state: RunState) -> Iterator[Finding]:
     resume = f"headrace run {state.directory.path} --resume"
     for role, event in state.dead().items():
-        ago = duration(state.now - float(event["time"]))
-        yield Finding(
-            "dead", role, f"died {ago} ago: {event.get('reason', 'no reason given')}", f"logs/{role}.log; {resume}"
-        )
+        ago, on = duration(state.now - float(event["time"])), event["event"] == "role_given_up" and not state.ended
+        what = f"died {ago} ago: {event.get('reason', 'no reason given')}"
+        if event["event"] == "role_given_up":
+            what = f"given up {ago} ago after {event.get('restarts', '?')} restarts: {event.get('reason')}"
+        remedy = f"logs/{role}.log; " + ("the run goes on with the other engines" if on else resume)
+        yield Finding("dead", role, what, remedy)
     if state.ended:
         s = state.summary
         why = f": {s['reason']}" if s.get("reason") else ""
@@ -139,7 +141,9 @@ def _lives(state: RunState) -> Iterator[Finding]:
 
 
 def _role(state: RunState, name: str, gauges: Mapping[str, Any]) -> Iterator[Finding]:
-    if "silent" in gauges:
+    if "absent" in gauges:
+        yield from _absent(state, name, gauges)
+    elif "silent" in gauges:
         yield Finding("stuck", name, f"does not answer: {gauges['silent']}", f"logs/{name}.log")
     elif name.startswith("learner"):
         yield from _learner(state, name, gauges)
@@ -147,11 +151,24 @@ def _role(state: RunState, name: str, gauges: Mapping[str, Any]) -> Iterator[Fin
         yield from _engine(state, name, gauges)
 
 
+def _absent(state: RunState, name: str, gauges: Mapping[str, Any]) -> Iterator[Finding]:
+    stage = {"waiting": "waits to be started again", "starting": "is starting again", "joining": "takes the weights"}
+    if gauges["absent"] in stage:
+        restart = f"restart {gauges.get('restarts', 0):.0f} of {state.config.topology.rollout.restarts}"
+        what = f"{stage[gauges['absent']]} ({restart}): {gauges.get('reason')}"
+        yield Finding(
+            "waiting", name, what, "its leases expire to the others; it serves once its weights are confirmed"
+        )
+
+
 def _engine(state: RunState, name: str, gauges: Mapping[str, Any]) -> Iterator[Finding]:
     in_flight = number(gauges.get("groups_in_flight"))
     slots = dict(state.queue.get("slots", {}))
     if in_flight is None:
         return
+    if unproven := number(gauges.get("groups_held")):
+        what = f"holds {unproven:.0f} groups"
+        yield Finding("waiting", name, what, "unblocked when the learner confirms their weights")
     if in_flight > 0:
         yield Finding("working", name, f"generates {in_flight:.0f} groups")
     elif slots and slots.get("used", 0) >= slots.get("all", 0):
@@ -178,6 +195,8 @@ def _learner(state: RunState, name: str, gauges: Mapping[str, Any]) -> Iterator[
         remedy = (
             f"unblocked by every engine's commit; an engine that does not answer is left out after {_timeout(state)}"
         )
+        if not any("groups_in_flight" in g for n, g in state.roles.items() if n.startswith("rollout")):
+            remedy = "unblocked by an engine that comes back"
         yield Finding(late or "waiting", name, f"waits for engines to take the new weights {took}", remedy)
     elif phase == "evaluate":
         yield Finding(late or "waiting", name, f"waits for the held-out answers {took}", "unblocked by the engines")

@@ -32,7 +32,11 @@ from launch.config import RunConfig
 from launch.outcome import final_rows, next_steps
 from launch.progress import TROUBLE, Progress, decimals, described, duration, per_second, percent, spark
 
-WORTH_A_LINE = {*TROUBLE, "role_died", "role_restarted", "learner_restarted", "queue_recovered", "journal_resumed"}
+WORTH_A_LINE = {
+    *TROUBLE,
+    *("role_died", "role_restarting", "role_restarted", "role_given_up"),
+    *("learner_restarted", "queue_recovered", "journal_resumed"),
+}
 
 
 class LiveView:
@@ -189,6 +193,7 @@ class LiveView:
         doing = self._doing or self._phase()
         if doing:
             parts.append(Text(doing, "yellow"))
+        parts.extend(Text(line, "yellow") for line in self._absent())
         parts.extend(Text(f"! {alarm}", "bold red") for alarm in p.alarms[-2:])
         return Panel(Group(*parts), title=f"[bold]{self.config.run.name}[/]", title_align="left", expand=False)
 
@@ -204,6 +209,12 @@ class LiveView:
         learners = [v for k, v in dict(self._gauges.get("roles", {})).items() if str(k).startswith("learner")]
         phase = learners[0].get("phase") if learners and isinstance(learners[0], Mapping) else None
         return f"learner: {phase}" if phase else ""
+
+    def _absent(self) -> list[str]:
+        """Engines that do not serve now: 'rollout-1 starting: ActorDiedError: killed'."""
+        roles = dict(self._gauges.get("roles", {})).items()
+        absent = [(name, g) for name, g in roles if isinstance(g, Mapping) and "absent" in g]
+        return [f"{name} {g['absent']}: {g.get('reason')}" for name, g in absent]
 
     def _seen(self, event: Mapping[str, Any]) -> int:
         """How often this kind of trouble was seen, when that is worth a line (1, 10, 100, ...), else 0."""

@@ -24,6 +24,7 @@ TROUBLE = {  # events that somebody should look at, with the field that says why
     "journal_torn": "reason",
     "checkpoint_passed_over": "reason",
     "pause_expired": "holder",
+    "evaluation_abandoned": "reason",
 }
 BARS = "▁▂▃▄▅▆▇█"
 

@@ -15,7 +15,7 @@ A gradient that is not finite never reaches the weights: the step is skipped and
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +70,7 @@ class LearnerEngine:
         self.version = 0
         self.bad_steps = 0  # in a row
         self.skipped_ordinals: tuple[int, ...] = ()  # of the last step: the groups whose gradient was not finite
+        self.before_update: Callable[[], None] = lambda: None  # called when the weights are about to change
         if self.device.type == "cpu":
             heap.keep()
         torch.manual_seed(seed)
@@ -123,6 +124,7 @@ class LearnerEngine:
 
     def step(self) -> Stepped:
         """Policy and critic go together: the critic follows its own rate with the policy's warm-up and schedule."""
+        self.before_update()
         rate = learning_rate(self.algorithm, self.version, self.total_steps)
         stepped = self.zero.step(rate)
         if self.critic is not None:

@@ -63,6 +63,10 @@ class WeightError(HeadraceError):
     """What an engine received is not what the learner sent; the engine still serves the old version."""
 
 
+class NoEngine(WeightError):
+    """No engine is left that could serve the version; it can be published as soon as one is there."""
+
+
 class EngineError(HeadraceError):
     """The inference engine died, or its weights are in no known state; it must be replaced or updated."""
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -148,6 +149,52 @@ def test_with_adapters_only_adapters_travel(tmp_path: Path, tiny_llama: Path, pr
     assert scores[8] > scores[0] + 0.3
     export_answers_as_vllm_did(run)  # merged by the learner, computed side by side in the engine
     assert not check_spans(run.directory, bound=2).wrong
+
+
+def engine_processes(run: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The rollout actor, and the process below it in which vLLM computes."""
+    actor = next(p for p in tree(run.pid) if "RolloutActor" in " ".join(p.cmdline()))
+    return [actor, max(actor.children(recursive=True), key=lambda p: p.memory_info().rss)]
+
+
+def test_an_engine_that_is_killed_comes_back_and_the_run_ends_normally(
+    tmp_path: Path, tiny_llama: Path, prompts: Path
+) -> None:
+    """The only engine: first vLLM's own process dies under its actor, then the actor itself with all it holds."""
+    settings = ("run.steps=24", "evaluate.every=0", "checkpoint.every=0", "topology.queue.lease_s=5")
+    run = Run(tmp_path, tiny_llama, prompts, *settings)
+    process = run.start()
+
+    def happened(kind: str) -> list[dict[str, Any]]:
+        return [e for e in run.directory.events() if e["event"] == kind]
+
+    dead: list[psutil.Process] = []
+    for times, victim in enumerate((1, 0), start=1):
+        enough = 3 * times
+        wait_until(lambda n=enough: len(run.directory.metrics()) >= n or process.poll() is not None, 300, "steps")
+        assert process.poll() is None, run.output() + run.logs()
+        family = engine_processes(process)
+        dead += family
+        family[victim].kill()
+        wait_until(
+            lambda n=times: len(happened("role_restarted")) == n or process.poll() is not None, 300, "it to come"
+        )
+        assert process.poll() is None, run.output() + run.logs()
+    assert process.wait(300) == 0, run.output() + run.logs()
+
+    assert not [p for p in dead if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], "an engine outlived its loss"
+    assert len(happened("role_died")) == len(happened("role_restarting")) == 2
+    assert "vLLM's engine process died" in happened("role_died")[0]["reason"]
+    assert "role_restarted" in run.output()
+    found = audit(run.directory.journal, run.directory.trained_path)
+    assert found.clean and found.in_flight == 0, json.dumps(found.as_row())
+    assert found.trained == 24 * 8
+    assert [row["step"] for row in run.directory.metrics()] == list(range(1, 25))
+    assert not check_spans(run.directory, bound=2).wrong
+    proven = [e["time"] for e in happened("weights_committed")]
+    for back in happened("role_restarted"):
+        died = max(e["time"] for e in happened("role_died") if e["time"] < back["time"])
+        assert any(died < t < back["time"] for t in proven), "it was let in before anything was committed and confirmed"
 
 
 def test_killed_whole_it_resumes_and_loses_nothing(tmp_path: Path, tiny_llama: Path, prompts: Path) -> None:

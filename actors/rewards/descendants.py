@@ -44,6 +44,30 @@ def kill_family(pid: int) -> None:
         _send(pid, signal.SIGKILL)
 
 
+def born(pid: int) -> int | None:
+    """When a process started, in ticks since the machine did: with its number the name of one process for ever.
+
+    None where it is gone, or where /proc does not exist.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+def family(pid: int) -> dict[int, int]:
+    """`pid` and everything below it, each with when it was born."""
+    found = {one: born(one) for one in (pid, *descendants(pid))}
+    return {one: when for one, when in found.items() if when is not None}
+
+
+def kill_if_born(pid: int, when: int) -> None:
+    """SIGKILL this very process and its family; another one that has got its number since is left alone."""
+    if born(pid) == when:
+        kill_family(pid)
+
+
 def _send(pid: int, what: signal.Signals) -> None:
     try:
         os.kill(pid, what)

@@ -5,12 +5,14 @@ a durable checkpoint, one metrics line per step, an evaluation sees one version,
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from actors.learning_loop import Effects, LearningLoop, Schedule
+from rollout.errors import DeadlineError
 from rollout.event_log import JsonLines, read_lines
 from rollout.trained_log import TrainedLog
 from rollout.types import Group, Scored, Status, Trajectory
@@ -35,6 +37,8 @@ class World:
     def __init__(self, path: Path, start: int = 0) -> None:
         self.version, self.calls, self.path = start, [], path
         self.evaluations: dict[int, Future[dict[str, float]]] = {}
+        self.publications: list[Future[dict[str, float]]] = []
+        self.publication = AtOnce
 
     def take(self, step, rank, world, wait_s):
         self.calls.append(f"take {step}")
@@ -55,17 +59,20 @@ class World:
         return {"loss/total": 0.5}
 
     def effects(self) -> Effects:
-        def publish(version, grad_norm):
+        def publish(version, grad_norm, live):
             assert all(done.done() for done in self.evaluations.values()), "published while an evaluation was running"
+            assert all(p.done() for p in self.publications), "published while a publication was under way"
             self.calls.append(f"publish {version}")
-            return {"weights/stall_s": 0.1}
+            self.publications.append(self.publication(version, live))
+            return self.publications[-1]
 
         def evaluate(version):
             self.calls.append(f"evaluate {version}")
             result = self.evaluations[version] = LateFuture()
             return result
 
-        return Effects(publish, evaluate, lambda v: self.calls.append(f"checkpoint {v}"), dict)
+        updated = lambda v: None  # noqa: E731
+        return Effects(updated, publish, lambda: 0.0, evaluate, lambda v: self.calls.append(f"checkpoint {v}"), dict)
 
     def loop(self, steps: int, evaluate_at: set[int], checkpoint_every: int, rank: int = 0) -> LearningLoop:
         schedule = Schedule(steps, frozenset(evaluate_at), checkpoint_every, take_wait_s=1.0)
@@ -74,6 +81,29 @@ class World:
 
     def rows(self, name: str) -> list[dict[str, object]]:
         return list(read_lines(self.path / name))
+
+
+class AtOnce(Future):
+    """A publication that is live before the learner goes on."""
+
+    def __init__(self, version, live) -> None:
+        super().__init__()
+        live(version, {"weights/stall_s": 0.1})
+        self.set_result({})
+
+
+class AtLast(Future):
+    """A publication that goes on beside the learner until somebody waits for it."""
+
+    def __init__(self, version, live) -> None:
+        super().__init__()
+        self.live, self.served = live, version
+
+    def result(self, timeout=None):
+        if not self.done():
+            self.live(self.served, {"weights/stall_s": 0.1})
+            self.set_result({})
+        return super().result(timeout)
 
 
 class LateFuture(Future):
@@ -123,18 +153,63 @@ def test_the_books_name_every_ordinal_and_the_ages_of_its_tokens(tmp_path: Path)
     assert [row["staleness/max"] for row in world.rows("metrics")] == [0.0, 1.0]
 
 
-def test_a_failing_publish_stops_the_loop_and_frees_no_slot(tmp_path: Path) -> None:
+def test_the_next_step_is_learnt_beside_a_publication_and_the_next_version_waits_for_it(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.publication = AtLast
+    world.loop(steps=2, evaluate_at={1}, checkpoint_every=0).run()
+    assert world.calls == [
+        *("take 0", "learn 0", "trained 0->1", "publish 1"),
+        *("take 1", "learn 1", "trained 1->2", "release 1", "evaluate 1", "publish 2"),
+        *("release 2", "checkpoint 2", "commit 1"),
+    ]
+    assert [(r["step"], r["weights/stall_s"]) for r in world.rows("metrics")] == [(1, 0.1), (2, 0.1)]
+
+
+def test_a_version_that_a_later_one_was_served_for_is_released_and_not_evaluated(tmp_path: Path) -> None:
+    """All engines were lost after it was sent; the one that came back was brought what the learner had by then."""
+    world = World(tmp_path)
+
+    class Overtaken(AtLast):
+        def __init__(self, version, live) -> None:
+            super().__init__(2, live)
+
+    world.publication = Overtaken
+    world.loop(steps=2, evaluate_at={1, 2}, checkpoint_every=0).run()
+    assert [c for c in world.calls if c.startswith(("release", "evaluate"))] == ["release 1", "release 2", "evaluate 2"]
+    assert [row.get("eval/held_out/reward") for row in world.rows("metrics")] == [None, 0.25]
+
+
+def test_a_failing_publication_stops_the_loop_while_it_waits_for_groups_and_frees_no_slot(tmp_path: Path) -> None:
     world = World(tmp_path)
     loop = world.loop(steps=2, evaluate_at=set(), checkpoint_every=0)
 
-    def broken(version, grad_norm):
-        raise ConnectionError("engine rollout-0 is gone")
+    def broken(version, grad_norm, live):
+        world.publications.append(Future())
+        return world.publications[-1]
 
-    loop.effects.publish = broken
+    def take(step, rank, size, wait_s):
+        if step == 0:
+            return [group(0, 0), group(1, 0)]
+        world.publications[0].set_exception(ConnectionError("engine rollout-0 is gone"))
+        raise DeadlineError("step 1", wait_s)
+
+    loop.effects.publish, world.take = broken, take
+    loop.schedule = replace(loop.schedule, take_wait_s=3600.0)
     with pytest.raises(ConnectionError, match="rollout-0"):
         loop.run()
-    assert not [c for c in world.calls if c.startswith(("release", "commit"))]
-    assert loop.phase == "publish"
+    assert not [c for c in world.calls if c.startswith(("release", "commit", "learn 1"))]
+    assert loop.phase == "take"
+
+
+def test_groups_that_do_not_come_end_at_the_deadline_that_was_said(tmp_path: Path) -> None:
+    world = World(tmp_path)
+
+    def take(step, rank, size, wait_s):
+        raise DeadlineError(f"step {step}", wait_s, "0 of 2 scored")
+
+    world.take = take
+    with pytest.raises(DeadlineError, match=r"waited 1.0 s for step 0 \(0 of 2 scored\)"):
+        world.loop(steps=1, evaluate_at=set(), checkpoint_every=0).run()
 
 
 def test_stopping_ends_between_two_steps(tmp_path: Path) -> None:

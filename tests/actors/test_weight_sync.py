@@ -102,7 +102,7 @@ class World:
         self.events: list[tuple[str, dict]] = []
         self.sender = FakeSender(self.log, **sender)
 
-        async def wanted():
+        async def wanted(version):
             return [np.full(2, -1.0, np.float32)]
 
         plan = CanaryPlan((CanaryText((1,), (2, 3)),), wanted)
@@ -217,7 +217,7 @@ async def test_an_update_that_is_not_due_for_a_canary_is_confirmed_at_once() -> 
 async def test_a_learner_that_dies_before_it_confirms_confirms_nothing() -> None:
     w = World({})
 
-    async def gone():
+    async def gone(version):
         raise ConnectionError("killed")
 
     w.sync._check.plan = replace(w.sync.canary, score=gone)

@@ -174,3 +174,33 @@ def test_status_shows_the_run_on_one_screen(state: Any) -> None:
     data = json.loads(json.dumps(status_data(s)))
     assert data["outcome"] == "running" and data["version"] == 4 and data["held_out"] == {"held_out": [[0, 0.125]]}
     assert status_data(state(age_s=99))["outcome"].startswith("died")
+
+
+def test_an_engine_that_is_being_started_again_is_waited_for_and_not_dead(state: Any) -> None:
+    given = gauges(phase="publish", phase_s=3.0)
+    given["roles"]["rollout-0"] = {"absent": "joining", "reason": "ActorDiedError: killed", "restarts": 1.0}
+    events = [
+        {"event": "role_died", "role": "rollout-0", "reason": "ActorDiedError: killed", "time": NOW - 9},
+        {"event": "role_restarting", "role": "rollout-0", "restart": 1, "of": 3, "time": NOW - 9},
+    ]
+    s = state(given=given, events=events)
+    (only,) = found(s, "rollout-0")
+    assert only.severity == "waiting" and "takes the weights (restart 1 of 3)" in only.what and "killed" in only.what
+    assert not s.dead()
+    assert found(s, "learner-0")[0].remedy == "unblocked by an engine that comes back"
+
+
+def test_an_engine_that_was_given_up_is_dead_while_the_run_goes_on(state: Any) -> None:
+    events = [
+        {"event": "role_died", "role": "rollout-1", "reason": "killed", "time": NOW - 9},
+        {"event": "role_given_up", "role": "rollout-1", "reason": "killed", "restarts": 3, "time": NOW - 8},
+    ]
+    (only,) = found(state(events=events), "rollout-1")
+    assert only.severity == "dead" and "given up 0:08 ago after 3 restarts: killed" in only.what
+    assert "the run goes on with the other engines" in only.remedy
+
+
+def test_answers_held_for_a_confirmation_are_said(state: Any) -> None:
+    given = gauges()
+    given["roles"]["rollout-0"]["groups_held"] = 3
+    assert any("holds 3 groups" in f.what for f in found(state(given=given), "rollout-0"))

@@ -4,6 +4,7 @@ right names, saves and goes on exactly, exports what transformers loads, and lea
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,37 @@ def test_a_checkpoint_goes_on_exactly(
     got = [second.train_step(make_groups(seed=step), step)["loss/total"] for step in (2, 3)]
     assert got == want
     assert all(torch.equal(a, weights(second)[n]) for n, a in weights(first).items())
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [s for s in STAGES if s[0] < 3])
+def test_weights_may_be_read_beside_a_step_until_it_says_that_it_updates(
+    tiny_model: Path, make_groups: MakeGroups, stage: int, dtype: str
+) -> None:
+    """What a publication does: every read before the update finds the old weights, and the step is not disturbed."""
+    alone, read = (engine(tiny_model, zero_stage=stage, compute_dtype=dtype) for _ in range(2))
+    before, wrong, reads, ended = weights(read), [], [], threading.Event()
+
+    def reader() -> None:
+        while not ended.is_set():
+            wrong.extend(name for name, tensor in read.state_tensors() if not torch.equal(tensor, before[name]))
+            reads.append(1)
+
+    beside = threading.Thread(target=reader)
+
+    def about_to_write() -> None:
+        ended.set()
+        beside.join()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(read).items())
+
+    read.before_update = about_to_write
+    beside.start()
+    try:
+        read.train_step(make_groups(), 0)
+    finally:
+        ended.set()
+    assert reads and not wrong and not all(torch.equal(t, before[n]) for n, t in weights(read).items())
+    alone.train_step(make_groups(), 0)
+    assert all(torch.equal(t, weights(read)[n]) for n, t in weights(alone).items())
 
 
 def test_a_checkpoint_crosses_zero_stages(tiny_model: Path, make_groups: MakeGroups, tmp_path: Path) -> None:
