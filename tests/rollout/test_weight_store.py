@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 
 from rollout import weight_delta
 from rollout.errors import DeadlineError, WeightError
+from rollout.versions import WeightManifest
+from rollout.weight_inbox import WeightInbox
 from rollout.weight_spool import Spool
 from rollout.weight_store import WeightStore
 from rollout.weight_stream import views
@@ -188,3 +190,15 @@ def test_damage_is_refused(tmp_path, kind, damage) -> None:
     with pytest.raises(WeightError):
         store.fetch(2, reader)
     assert spool.serving.manifest.version == 0
+
+
+def test_a_pull_that_waits_for_a_version_ends_when_it_is_discarded(tmp_path) -> None:
+    """Its successor may start at once, and the one before can no longer write where that one writes."""
+    inbox = WeightInbox(1 << 16, tmp_path)
+    for version in (2, 3):  # neither will ever be published
+        inbox.fetch(str(tmp_path / "store"), WeightManifest(version, ()), timeout_s=60.0)
+        thread = inbox._thread
+        assert inbox.status().state == "staging" and inbox.status().version == version
+        inbox.discard()
+        thread.join(5.0)
+        assert not thread.is_alive() and inbox.status().state == "idle"
