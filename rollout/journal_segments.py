@@ -24,7 +24,8 @@ from rollout.wire import Buffer
 
 TITLE = b"HEADRACE-JOURNAL-1\n"
 HEAD = struct.Struct("<4sIIQ")
-LENGTHS = struct.Struct("<IQ")
+LENGTHS = struct.Struct("<IQ")  # the end of HEAD
+LENGTHS_AT = HEAD.size - LENGTHS.size
 MAGIC = b"HRec"
 PLACED = 1 << 40  # numbers from here on name payload files (rollout/placed_payloads.py)
 
@@ -71,9 +72,9 @@ def placed_numbers(folder: Path) -> list[int]:
     return [int(p.stem, 16) for p in folder.glob("*.payload")]
 
 
-def checksum(meta: int, body: int, pieces: Iterable[Buffer]) -> int:
-    """Of the lengths of meta and body and of what they consist of: the head's crc covers everything behind it."""
-    crc = crc32(LENGTHS.pack(meta, body))
+def checksum(pieces: Iterable[Buffer]) -> int:
+    """Of everything in a record behind the checksum itself: both lengths, meta and body."""
+    crc = 0
     for piece in pieces:
         crc = crc32(piece, crc)
     return crc
@@ -81,7 +82,7 @@ def checksum(meta: int, body: int, pieces: Iterable[Buffer]) -> int:
 
 def record_head(meta: Buffer, body: Sequence[Buffer], check: bool = True) -> bytes:
     lengths = len(meta), sum(len(b) for b in body)
-    return HEAD.pack(MAGIC, checksum(*lengths, (meta, *body)) if check else 0, *lengths)
+    return HEAD.pack(MAGIC, checksum((LENGTHS.pack(*lengths), meta, *body)) if check else 0, *lengths)
 
 
 def scan(folder: Path, number: int, tail: Tail, verify: bool = True) -> Iterator[tuple[memoryview, Ref]]:
@@ -97,32 +98,29 @@ def scan(folder: Path, number: int, tail: Tail, verify: bool = True) -> Iterator
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
             at = tail.good = len(TITLE)
             while at < size:
-                if why := _torn(view, at, size, verify):
-                    tail.dropped, tail.why = size - at, why
+                if size - at < HEAD.size:
+                    tail.dropped, tail.why = size - at, "a record's head is cut off"
                     return
-                _, _, meta, body = HEAD.unpack_from(view, at)
-                meta_at = at + HEAD.size
-                with view[meta_at : meta_at + meta] as front:
+                magic, crc, meta, body = HEAD.unpack_from(view, at)
+                start = at + HEAD.size
+                end = start + meta + body
+                if magic != MAGIC or end > size or (verify and _differs(view, at, end, crc)):
+                    tail.dropped, tail.why = size - at, _why(magic, end - at, size - at)
+                    return
+                with view[start : start + meta] as front:
                     yield front, Ref(number, at, meta, body)
-                at = tail.good = meta_at + meta + body
+                at = tail.good = end
 
 
-def _torn(view: memoryview, at: int, size: int, verify: bool) -> str:
-    """What is wrong with the record that begins here, or nothing."""
-    if size - at < HEAD.size:
-        return "a record's head is cut off"
-    magic, crc, meta, body = HEAD.unpack_from(view, at)
-    start = at + HEAD.size
-    end = start + meta + body
+def _differs(view: memoryview, at: int, end: int, crc: int) -> bool:
+    with view[at + LENGTHS_AT : end] as checked:
+        return checksum((checked,)) != crc
+
+
+def _why(magic: bytes, length: int, left: int) -> str:
     if magic != MAGIC:
         return "no record starts here"
-    if end > size:
-        return f"a record of {end - at} bytes is cut off after {size - at}"
-    if verify:
-        with view[start:end] as whole:
-            if checksum(meta, body, (whole,)) != crc:
-                return "a record's checksum is wrong"
-    return ""
+    return f"a record of {length} bytes is cut off after {left}" if length > left else "a record's checksum is wrong"
 
 
 def read_record(folder: Path, ref: Ref, check: bool = True) -> tuple[memoryview, memoryview]:
@@ -135,7 +133,7 @@ def read_record(folder: Path, ref: Ref, check: bool = True) -> tuple[memoryview,
     if len(data) == ref.end - ref.offset:
         _, crc, _, _ = HEAD.unpack_from(data)
         meta, body = data[HEAD.size : HEAD.size + ref.meta], data[HEAD.size + ref.meta :]
-        if not check or checksum(ref.meta, ref.body, (meta, body)) == crc:
+        if not check or checksum((data[LENGTHS_AT:],)) == crc:
             return meta, body
     raise QueueError(
         f"{segment_path(folder, ref.segment)} is damaged at byte {ref.offset}: a record fails its checksum"

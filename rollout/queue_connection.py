@@ -7,7 +7,8 @@
     beat     every second while anything is open: which leases are still worked on, which requests are still unanswered;
              the server names those it does not know (lost on the way, or with a server that died), and they go again;
              a lease that it believes to be here and that is not named (its answer was lost or late) it gives to others
-    silence  nothing heard for a while: a new socket, to the address that is published now
+    silence  nothing heard for a while: a new socket, to the address that is published now; the next time twice as late,
+             for answers to the old socket are lost, and a server that is merely slow must get the chance to answer
 
     waits for  replies, asks        unblocked by  the server, callers        produces  answers, leases kept alive
 
@@ -40,6 +41,7 @@ from rollout.wire import Buffer
 
 log = logging.getLogger(__name__)
 BEAT = 1.0  # seconds between heartbeats; three of them without an answer are silence
+LONGEST = 30.0  # seconds of silence after which a new socket is tried in any case
 BEATS_KEPT = 16  # heartbeats whose answers, however late, still say what to send again
 
 
@@ -63,6 +65,7 @@ class Connection:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._context = zmq.Context()
         self._heard = self._answered = self._beaten = time.monotonic()
+        self._patience = self.silence_s  # how much silence there may be before the next new socket
         self._beats: dict[int, float] = {}  # heartbeat -> when it was sent; the latest few
         self._wheel = threading.Lock()  # whoever holds it may touch the socket and what is open
         self._attend = threading.Event()  # asyncio callers exist: the thread must not leave the socket
@@ -169,13 +172,20 @@ class Connection:
             if not pending.future.done():
                 pending.future.set_exception(QueueError(f"the queue client of {self.holder} was closed"))
 
+    def _published(self) -> str:
+        """Where the server is said to be."""
+        if "://" in self.endpoint:
+            return self.endpoint
+        try:
+            return Path(self.endpoint).read_text().strip()
+        except OSError:
+            return "inproc://nobody-yet"  # the file is not there yet; silence brings us back here
+
+    def _moved(self) -> bool:
+        return self._published() != self._address
+
     def _connect(self) -> None:
-        address = self.endpoint
-        if "://" not in address:
-            try:
-                address = Path(address).read_text().strip()
-            except OSError:
-                address = "inproc://nobody-yet"  # the file is not there yet; silence brings us back here
+        address = self._address = self._published()
         own, server = (self.keys.own, self.keys.server_public) if self.keys else (None, None)
         self._socket = dealer(self._context, address, own, server)
         self._poller = zmq.Poller()
@@ -196,12 +206,13 @@ class Connection:
         now = time.monotonic()
         if not busy:
             self._heard = now  # we have asked for nothing, so silence means nothing
-        elif now - self._heard > self.silence_s:
+        elif now - self._heard > self.silence_s and (now - self._heard > self._patience or self._moved()):
             self.reconnects += 1
+            self._patience = min(2 * self._patience, max(LONGEST, self.silence_s))
             self._socket.close(linger=0)
             self._connect()
             self._beaten = -math.inf
-        if (busy or self._leases_asked) and now - self._beaten > self.beat_s:
+        if (busy or self._leases_asked) and now - self._beaten > self._patience / 3:
             self._beat(now)
 
     def _take_asked(self) -> None:
@@ -236,6 +247,7 @@ class Connection:
 
     def _hear(self, parts: Sequence[zmq.Frame]) -> None:
         self._heard = self._answered = time.monotonic()
+        self._patience = max(self.silence_s, self._patience / 2)
         frames = [p.buffer if len(p) >= COPY_BELOW else p.bytes for p in parts]
         try:
             seq, epoch, answer, blobs = read_reply(frames)

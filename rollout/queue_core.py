@@ -30,6 +30,7 @@ from rollout.wire import Buffer, pack
 from rollout.wire_facts import fact_row, read_fact
 from rollout.wire_verdicts import verdicts_row
 
+LETS_GO = (Dropped, Trained, Committed)
 Event = Callable[..., object]  # event("dropped", ordinals=[17], reason="stale")
 
 
@@ -75,7 +76,8 @@ class QueueCore:
             elif kind == "facts":
                 for fact in map(read_fact, first):
                     self.ledger.apply(fact)
-                    self._let_go(fact)
+                    if type(fact) in LETS_GO:
+                        self._let_go(fact)
             elif kind in ("group", "placed"):
                 made = read_fact(first)
                 if not isinstance(made, Generated):

@@ -81,6 +81,21 @@ def test_a_late_double_of_a_request_keeps_no_lease(tmp_path: Path, monkeypatch: 
         assert b.stats()["conserved"] and a.connection.leases == {} and a.connection.scoring == set()
 
 
+def test_a_network_slower_than_a_client_s_patience_only_makes_it_slow(tmp_path: Path) -> None:
+    """Answers take up to a second, and the client looks for another server after a seventh of one."""
+    with QueueServer(settings(), tmp_path / "journal") as server:
+        front, stop = f"ipc://{tmp_path}/front", threading.Event()
+        proxy = Proxy(front, server.endpoint, Weather(delayed=1.0, delay_s=0.5), seed=1)
+        network = threading.Thread(target=proxy.run, args=(stop.is_set,), daemon=True)
+        network.start()
+        with QueueClient(front, "a", patience_s=60.0, beat_s=0.05) as client:
+            client.submit([group(x.ordinal, x.attempt) for x in client.lease(1, wait_s=30.0)])
+            assert client.stats()["counts"]["generated"] == 1
+            assert client.connection.reconnects < 20
+        stop.set()
+        network.join(5.0)
+
+
 def test_the_same_groups_are_trained_over_a_network_that_loses_doubles_and_reorders(tmp_path: Path) -> None:
     """20 % of all messages lost, 20 % doubled, 30 % late: every ordinal is trained once."""
     with QueueServer(settings(max_steps=8), tmp_path / "journal") as server:
