@@ -191,12 +191,13 @@ class WeightSync:
 
     async def _send_and_stage(self, version: int) -> tuple[Sent | None, Exception | None, list[Outcome]]:
         manifest = await self.sender.announce(version)
-        stages = [ask(n, self._engines[n].stage_weights(manifest), self._patience) for n in self._members]
-        sending = ask("learner", self.sender.send(manifest), self._patience)
-        sent, *outcomes = await asyncio.gather(sending, *stages)
-        if sent.error is not None:
+        asked = [ask(n, self._engines[n].stage_weights(manifest), self._patience) for n in self._members]
+        stages = [asyncio.ensure_future(a) for a in asked]
+        sent = await ask("learner", self.sender.send(manifest), self._patience)
+        if sent.error is not None:  # nobody needs to wait for what will not come, and be taken for silent
             await self.sender.close_group()
-        return sent.value, sent.error, outcomes
+            await self._discard_everywhere()
+        return sent.value, sent.error, list(await asyncio.gather(*stages))
 
     async def _judge(
         self, version: int, sent: Sent | None, bad: list[Outcome], strikes: dict[str, int], quarantined: dict[str, str]

@@ -180,24 +180,17 @@ class Seed:
 
 
 def soak_queue(
-    seeds: int | Sequence[int],
-    sabotage: str = "",
-    steps: int = 8,
-    attack_s: float = 90.0,
-    peace_s: float = 240.0,
-    keep: Path | None = None,
-    aim: str = "",
+    seeds: Sequence[int], sabotage: str, steps: int, attack_s: float, peace_s: float, keep: Path | None, aim: str
 ) -> dict[str, Any]:
     """Run the seeds one after the other; the sum of what happened.
 
     `sabotage` takes one protection away (SABOTAGE); `aim` attacks mostly where that protection stands. Each run is
     attacked for `attack_s` at most, and then left in peace for `peace_s`: on a busy machine it may need that.
     """
-    numbers = range(seeds) if isinstance(seeds, int) else seeds
     total: dict[str, Any] = {"seeds": 0, "sabotage": sabotage or None, "bad_seeds": []}
     started = time.monotonic()
     with _sabotaged(sabotage):
-        for seed in numbers:
+        for seed in seeds:
             folder = Path(tempfile.mkdtemp(prefix="headrace-soak-"))
             result = Seed(folder, seed, sabotage, aim or sabotage, steps, attack_s, peace_s).run()
             total["seeds"] += 1
@@ -231,12 +224,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps of each run")
+    parser.add_argument(
+        "--attack", type=float, default=90.0, metavar="S", help="seconds of attack on each run, at most"
+    )
+    parser.add_argument("--peace", type=float, default=240.0, metavar="S", help="seconds in peace to end, at most")
     parser.add_argument("--sabotage", choices=SABOTAGE, default="", help="take one protection away: the soak must fail")
     parser.add_argument("--aim", choices=SABOTAGE, default="", help="attack mostly where that protection stands")
     parser.add_argument("--keep", metavar="DIR", type=Path, help="keep the files of seeds that went wrong")
     options = parser.parse_args(argv)
     seeds = range(options.first, options.first + options.seeds)
-    total = soak_queue(seeds, options.sabotage, options.steps, keep=options.keep, aim=options.aim)
+    total = soak_queue(seeds, options.sabotage, options.steps, options.attack, options.peace, options.keep, options.aim)
     print(json.dumps(total))
     return int(bool(total["bad_seeds"]))
 

@@ -10,9 +10,11 @@ can tell a right group from a wrong one.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -172,7 +174,7 @@ def learner(plan: Plan) -> None:
             inspect(plan, groups)
             time.sleep(rng.random() * 0.03)
             log.trained(version, version + 1, groups)
-            while life_of(plan, "rank-1") != (life, version + 1):
+            while not reached(plan, life, version + 1):
                 time.sleep(0.01)
             queue.trained(version, version + 1)
             version += 1
@@ -193,6 +195,9 @@ def second_rank(plan: Plan) -> None:
     with plan.client("rank-1") as queue:
         while not plan.path("done").exists():
             life, version = life_of(plan, "life")
+            if not life:  # the first learner has not begun
+                time.sleep(0.05)
+                continue
             mine, made = life_of(plan, "rank-1")
             step = made if mine == life else version
             try:
@@ -215,6 +220,12 @@ def life_of(plan: Plan, name: str) -> tuple[str, int]:
     return life, int(version)
 
 
+def reached(plan: Plan, life: str, version: int) -> bool:
+    """Whether rank 1 has made `version` in this life. It may be further: its shares of later steps may be ready."""
+    mine, made = life_of(plan, "rank-1")
+    return mine == life and made >= version
+
+
 def inspect(plan: Plan, groups: Sequence[Group]) -> None:
     """Write down the groups that are not what they must be."""
     for wrong in (g for g in groups if not is_right(g)):
@@ -229,6 +240,7 @@ def checkpoint(plan: Plan, log: TrainedLog, version: int) -> None:
 
 def role(plan: Plan, name: str) -> None:
     """The body of every process. Dies with the process that started it."""
+    threading.Thread(target=_die_with_the_conductor, daemon=True).start()
     sys.stderr = open(plan.path(f"{name}.log"), "a")  # noqa: SIM115 (for the life of the process)
     kind = name.split("-")[0]
     if kind in ("producer", "scorer"):
@@ -236,3 +248,10 @@ def role(plan: Plan, name: str) -> None:
     else:
         {"server": server, "network": network, "learner": learner, "rank": second_rank}[kind](plan)
     os._exit(0)
+
+
+def _die_with_the_conductor() -> None:
+    conductor = multiprocessing.parent_process()
+    assert conductor is not None
+    conductor.join()
+    os._exit(1)

@@ -20,7 +20,7 @@ class WeightPublisher:
     """Stands where a `WeightSender` stands; `last` says what the newest version cost in the store."""
 
     def __init__(self, source: Source, store: WeightStore, adapter: AdapterSpec | None = None) -> None:
-        self._source, self._store, self._adapter = source, store, adapter
+        self._store, self._adapter = store, adapter
         self._layout = Layout(source, adapter)
         self.last_bytes = 0
 
@@ -36,7 +36,7 @@ class WeightPublisher:
 
     def send(self, manifest: WeightManifest) -> Sent:
         started = time.monotonic()
-        published = self._store.publish(manifest.version, self._source(), self._adapter)
+        published = self._store.publish(manifest.version, self._layout.tensors(manifest), self._adapter)
         self.last_bytes = published.nbytes
         return Sent(published.manifest, published.root, published.nbytes, time.monotonic() - started)
 

@@ -11,10 +11,8 @@ a time. Ranks other than 0 call `gather_along` so that the collective gathers ma
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-
-import torch
 
 from learner.weight_pipe import WeightPipe
 from rollout.engine import Rendezvous
@@ -59,6 +57,24 @@ class Layout:
             self._known = WeightManifest(version, tuple(spec_of(name, t) for name, t in self._source()), self._adapter)
         return replace(self._known, version=version)
 
+    def tensors(self, manifest: WeightManifest) -> Iterator[NamedTensor]:
+        """What the source yields now. Raises WeightError at the first tensor that is not what `manifest` announced."""
+        announced = 0
+        for name, tensor in self._source():
+            if announced == len(manifest.tensors):
+                raise WeightError(f"the learner yielded {name}, which was not announced; announce again")
+            spec, got = manifest.tensors[announced], spec_of(name, tensor)
+            if (got.name, got.dtype, got.shape) != (spec.name, spec.dtype, spec.shape):
+                raise WeightError(
+                    f"the learner yielded {got.name} {got.dtype}{list(got.shape)} where "
+                    f"{spec.name} {spec.dtype}{list(spec.shape)} was announced; announce again"
+                )
+            announced += 1
+            yield name, tensor
+        if announced < len(manifest.tensors):
+            missing = manifest.tensors[announced].name
+            raise WeightError(f"the learner yielded {announced} tensors; {missing} was announced and is missing")
+
 
 class WeightSender:
     """Hosts the meeting point, forms epochs, sends versions. Blocking calls, one at a time, from any thread."""
@@ -73,7 +89,6 @@ class WeightSender:
         host: str = "127.0.0.1",
     ) -> None:
         """With `adapter`, the source yields that adapter's tensors and nothing else."""
-        self._source = source
         self.bucket_bytes, self.timeout_s = bucket_bytes, timeout_s
         self._meeting = MeetingPoint(host, timeout_s)
         self._group: GlooGroup | None = None
@@ -114,7 +129,7 @@ class WeightSender:
         pipe = WeightPipe(group, manifest, self.bucket_bytes)
         try:
             group.wait(group.broadcast(prologue(group.rendezvous.epoch, manifest, self.bucket_bytes)))
-            digests = self._stream(pipe, manifest)
+            digests = [pipe.push(as_bytes(tensor)) for _, tensor in self._layout.tensors(manifest)]
             pipe.finish(trailer(digests))
         except BaseException:
             if not group.broken:
@@ -126,27 +141,6 @@ class WeightSender:
                 self.close_group()
         proven = sealed(manifest, digests)
         return Sent(proven, root_digest(proven), manifest.nbytes, time.monotonic() - started)
-
-    def _stream(self, pipe: WeightPipe, manifest: WeightManifest) -> list[str]:
-        digests: list[str] = []
-        for i, (name, tensor) in enumerate(self._source()):
-            self._check(manifest, i, name, tensor)
-            digests.append(pipe.push(as_bytes(tensor)))
-        if len(digests) != len(manifest.tensors):
-            missing = manifest.tensors[len(digests)].name
-            raise WeightError(f"the learner yielded {len(digests)} tensors; {missing} was announced and is missing")
-        return digests
-
-    @staticmethod
-    def _check(manifest: WeightManifest, i: int, name: str, tensor: torch.Tensor) -> None:
-        if i >= len(manifest.tensors):
-            raise WeightError(f"the learner yielded {name}, which was not announced; announce again")
-        spec, got = manifest.tensors[i], spec_of(name, tensor)
-        if (got.name, got.dtype, got.shape) != (spec.name, spec.dtype, spec.shape):
-            raise WeightError(
-                f"the learner yielded {got.name} {got.dtype}{list(got.shape)} where "
-                f"{spec.name} {spec.dtype}{list(spec.shape)} was announced; announce again"
-            )
 
     def close_group(self) -> None:
         """End the epoch; engines that wait for us, or for each other, see it at once. Idempotent."""

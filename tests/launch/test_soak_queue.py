@@ -4,48 +4,70 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from launch.soak_faults import SABOTAGE
 from launch.soak_power import HastyDisk, PowerCutDisk, cut_power
-from launch.soak_queue import WRONGS, main, soak_queue
+from launch.soak_queue import WRONGS
 from launch.soak_roles import LARGE, expected_group, is_right
 from rollout.journal import read_groups
 from rollout.ledger_states import LedgerSettings
 from rollout.queue_client import QueueClient
 from rollout.queue_server import QueueServer
 
+ROOT = Path(__file__).parents[2]
+
+
+def soak(*words: object) -> tuple[int, dict[str, Any]]:
+    """`headrace soak queue WORDS` as a user runs it: its exit status and its JSON line."""
+    command = [sys.executable, "-m", "launch.cli", "soak", "queue", *map(str, words)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800)
+    assert ended.returncode in (0, 1), ended.stderr
+    return ended.returncode, json.loads(ended.stdout.splitlines()[-1])
+
 
 @pytest.mark.timeout(180)
-def test_nothing_is_lost_and_nothing_is_trained_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--seeds", "2", "--steps", "6"]) == 0
-    total = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert total["seeds"] == 2 and total["kills"] > 5 and total["groups"] > 20 and total["looks"] > 5
+def test_nothing_is_lost_and_nothing_is_trained_twice() -> None:
+    status, total = soak("--seeds", 3, "--steps", 8, "--attack", 15)
+    assert status == 0 and all(total[wrong] == 0 for wrong in WRONGS)
+    assert total["seeds"] == 3 and total["kills"] > 5 and total["groups"] > 20 and total["looks"] > 5
     assert total["payload_files"] > 0, "no client has placed a large group"
-    assert all(total[wrong] == 0 for wrong in WRONGS)
 
 
 @pytest.mark.timeout(180)
 def test_what_was_acknowledged_survives_power_cuts() -> None:
     cuts = seed = 0
     while cuts < 3:
-        total = soak_queue([seed], aim="fsync", steps=4)
-        assert total["groups"] >= 8 and all(total[wrong] == 0 for wrong in WRONGS)
+        status, total = soak("--first", seed, "--seeds", 1, "--aim", "fsync", "--steps", 4, "--attack", 15)
+        assert status == 0 and total["groups"] >= 8
         cuts, seed = cuts + total["cuts"], seed + 1
 
 
-SLOW = [pytest.mark.soak, pytest.mark.timeout(900)]
+SLOW = [pytest.mark.soak, pytest.mark.timeout(1800)]
+DAMAGE = {  # what each protection stands against; a slow machine alone may leave a short run unfinished
+    "fsync": ("lost", "duplicated", "damaged"),
+    "placed": ("lost", "damaged"),
+    "idempotency": ("duplicated", "replayed_differently", "lost"),
+    "leases": ("unfinished",),
+    "crc": ("corrupt",),
+}
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("protection", ["crc", *(pytest.param(p, marks=SLOW) for p in SABOTAGE if p != "crc")])
 def test_without_any_one_protection_the_same_attack_does_damage(protection: str) -> None:
     """With all protections in place it does none."""
-    assert soak_queue([0], aim=protection)["bad_seeds"] == []
+    attack = ("--seeds", 1, "--attack", 15)
+    assert soak("--aim", protection, *attack)[0] == 0
     for seed in range(8):
-        if soak_queue([seed], protection, attack_s=20.0, peace_s=20.0)["bad_seeds"]:
+        status, total = soak("--sabotage", protection, "--first", seed, "--peace", 20, *attack)
+        if any(total[wrong] for wrong in DAMAGE[protection]):
+            assert status == 1
             return
     raise AssertionError(f"nobody misses {protection}")
 
