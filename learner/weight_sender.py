@@ -48,19 +48,19 @@ class Layout:
     """Names, types and shapes of what a source yields: walked once, then known without the bytes."""
 
     def __init__(self, source: Source, adapter: AdapterSpec | None = None) -> None:
-        self._source, self._adapter = source, adapter
+        self.source, self._adapter = source, adapter
         self._known: WeightManifest | None = None
 
     def manifest(self, version: int) -> WeightManifest:
         """What `version` will consist of, without digests."""
         if self._known is None:
-            self._known = WeightManifest(version, tuple(spec_of(name, t) for name, t in self._source()), self._adapter)
+            self._known = WeightManifest(version, tuple(spec_of(name, t) for name, t in self.source()), self._adapter)
         return replace(self._known, version=version)
 
     def tensors(self, manifest: WeightManifest) -> Iterator[NamedTensor]:
         """What the source yields now. Raises WeightError at the first tensor that is not what `manifest` announced."""
         announced = 0
-        for name, tensor in self._source():
+        for name, tensor in self.source():
             if announced == len(manifest.tensors):
                 raise WeightError(f"the learner yielded {name}, which was not announced; announce again")
             spec, got = manifest.tensors[announced], spec_of(name, tensor)

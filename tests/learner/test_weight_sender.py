@@ -177,7 +177,7 @@ async def test_a_source_that_raises_lets_nobody_wait(pair) -> None:
         raise OSError("gather failed")
 
     pair.sender.announce(1)
-    pair.sender._source = broken
+    pair.sender._layout.source = broken
     started = time.monotonic()
     sent, received = await pair.deliver(1)
     assert isinstance(sent, OSError) and isinstance(received, WeightError) and time.monotonic() - started < 5
@@ -221,7 +221,7 @@ async def test_each_tensor_is_seen_once_and_may_die_at_once(pair) -> None:
             alive.fill_(float("nan"))  # ZeRO-3 partitions it again
 
     pair.sender.announce(1)
-    pair.sender._source = gathered
+    pair.sender._layout.source = gathered
     sent, receipt = await pair.deliver(1)
     assert seen == [HEAD] and sent.root == receipt.root
     await pair.engines["e0"].commit_weights(1, sent.root)
