@@ -105,8 +105,8 @@ class Books:
         tokens = {o: self.entries[o].n_tokens for o in self.plan[step]}
         return shares(tokens, world)[rank]
 
-    def may_serve(self, call: str) -> bool:
-        """False if it is plain that a waiting call of this kind ("lease", "take") must go on waiting."""
+    def may_serve(self, call: str, step: int = 0) -> bool:
+        """False if it is plain that a waiting call of this kind ("lease", "take" of `step`) must go on waiting."""
         if self.ending:
             return True
         match call:
@@ -116,7 +116,7 @@ class Books:
                 return self.counts[State.GENERATED] > 0
             case "take":
                 enough = self.counts[State.SCORED] >= self.settings.groups_per_step
-                return enough or self.refilled["too_few_scored"] > 0
+                return enough or step < self.next_step or self.refilled["too_few_scored"] > 0
         return True
 
     # ---- making it so

@@ -63,12 +63,12 @@ class Parking:
     def served(self, core: QueueCore, now: float, thorough: bool) -> Iterator[tuple[Parked, Reply | HeadraceError]]:
         """Those whose wait is over, with their answers.
 
-        `thorough`, once per tick: what they wait for is put into words afresh; otherwise only those are tried who may
-        be served, and only if anything has changed.
+        `thorough`, once per tick: all are tried, for a lease that has run out is no fact, and what they wait for is put
+        into words afresh. Otherwise those who may be served, and only if anything has changed.
         """
         changed, self._seen_changes = core.changes != self._seen_changes, core.changes
-        for key, parked in list(self.parked.items()) if changed else ():
-            if not (thorough or core.ledger.may_serve(parked.request.op)):
+        for key, parked in list(self.parked.items()) if thorough or changed else ():
+            if not (thorough or core.ledger.may_serve(parked.request.op, parked.request.value.get("step", 0))):
                 continue
             answer = parked.try_again(core, now)
             if isinstance(answer, Waiting):
