@@ -195,9 +195,11 @@ class WeightSync:
         stages = [asyncio.ensure_future(a) for a in asked]
         sent = await ask("learner", self.sender.send(manifest), self._patience)
         if sent.error is not None:  # nobody needs to wait for what will not come, and be taken for silent
-            await self.sender.close_group()
             await self._discard_everywhere()
-        return sent.value, sent.error, list(await asyncio.gather(*stages))
+        outcomes = list(await asyncio.gather(*stages))
+        if sent.error is not None:
+            await self.sender.close_group()
+        return sent.value, sent.error, outcomes
 
     async def _judge(
         self, version: int, sent: Sent | None, bad: list[Outcome], strikes: dict[str, int], quarantined: dict[str, str]
