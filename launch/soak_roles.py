@@ -37,7 +37,7 @@ from rollout.versions import VersionSpan
 
 BEAT_S = 0.1
 RANKS = 2  # of the learner: processes "learner" and "rank-1"
-LARGE = 6_000  # tokens of an answer: two of them are over the 64 KiB from which groups are placed
+LARGE = 6_000  # tokens of an answer: two of them are over the 64 KiB from which clients place groups
 SEGMENTS = (20_000, 400_000)  # bytes: so small that segments roll and go all the time
 BAD_WEATHER = Weather(lost=0.02, doubled=0.05, delayed=0.1, delay_s=0.3)
 DOUBLE_WEATHER = Weather(lost=0.02, doubled=0.4, delayed=0.4, delay_s=0.8)

@@ -185,17 +185,11 @@ class Calls(Asking):
         return (yield from self._insist(op, args, blobs)), ""
 
     def _placed(self, encoded: Sequence[tuple[bytes, list[Buffer]]]) -> Plan[list[list[int] | None]]:
-        """Write large groups where the server would, if this is its host: the place of each, None for those to send."""
-        places: list[list[int] | None] = [None] * len(encoded)
+        """Write many bytes where the server would, if this is its host: the place of each, None for those to send."""
         yield from self._locally()
-        if self._writer is None:
-            return places
-        large = [i for i, (_, frames) in enumerate(encoded) if frame_bytes(frames) >= self._place_from]
-        if large:
-            found = yield Work(partial(self._writer.place_all, [encoded[i] for i in large]))
-            for i, place in zip(large, found, strict=True):
-                places[i] = place
-        return places
+        if self._writer is None or sum(frame_bytes(frames) for _, frames in encoded) < self._place_from:
+            return [None] * len(encoded)
+        return (yield Work(partial(self._writer.place_all, encoded)))
 
     def _give_back(self, ordinals: list[int], reason: str, failed: bool) -> Plan[None]:
         mine = [[o, a] for o in ordinals if (a := self.connection.leases.get(o)) is not None]

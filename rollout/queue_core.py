@@ -47,7 +47,7 @@ class QueueCore:
     """One run's queue. Made by recovering whatever the journal holds."""
 
     ledger_type = Ledger
-    place_from = 64 << 10  # bytes of a group that a client on this host writes into the journal's folder itself
+    place_from = 64 << 10  # bytes handed in at once that a client on this host writes into the journal's folder itself
 
     def __init__(self, settings: LedgerSettings, journal: Journal, max_bytes: int, event: Event, now: float) -> None:
         self.journal, self.event = journal, event

@@ -3,7 +3,8 @@
     request  [header, blobs...]   header {"schema": 1, "op": "take", "client": "9f2c", "seq": 7, "holder": "l", ...}
     reply    [header, blobs...]   header {"schema": 1, "seq": 7, "epoch": "a1b2", "ok": {...}}, or "error": [kind, args]
 
-Groups are blobs: for each one its own header, then as many frames as `groups` says for it. Every request is answered
+Groups are blobs: for each one its own header, then as many frames as `groups` says for it. Small blobs travel joined,
+for a frame costs more than copying it: "cuts" says for each frame where to cut it, null if it is one blob. Every request is answered
 exactly once per time it arrives, and every request may arrive twice: (client, seq) names it, and doing it again has no
 further effect.
 
@@ -31,6 +32,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 from rollout.errors import ConfigError, Drained, HeadraceError, LedgerError, QueueError, WireError
@@ -39,6 +41,8 @@ from rollout.wire_fields import Fields
 
 SCHEMA = 1
 MAX_FRAMES = 1 << 20
+JOIN_BELOW = 64 << 10  # bytes of a blob
+JOINED = 256  # blobs in one frame at most
 FOLLOWS = ("lease", "lease_scoring", "take")
 WAIT_SLICE = 30.0  # seconds a request is parked before the server says what it waits for
 
@@ -61,7 +65,7 @@ class Request(Fields):
         self.client = self.str("client", 64)
         self.seq = self.int("seq", 0, 1 << 62)
         self.holder = self.str("holder", 256)
-        self.blobs = frames[1:]
+        self.blobs = cut_apart(self, frames[1:])
 
     def follow(self) -> Request | None:
         """What is asked for once this is done."""
@@ -84,11 +88,11 @@ def request_frames(
     op: str, client: str, seq: int, holder: str, args: dict[str, Any], blobs: Sequence[Buffer]
 ) -> list[Buffer]:
     header = {"schema": SCHEMA, "op": op, "client": client, "seq": seq, "holder": holder, **args}
-    return [pack(header), *blobs]
+    return _with_blobs(header, blobs)
 
 
 def reply_frames(seq: int, epoch: str, ok: dict[str, Any], blobs: Sequence[Buffer] = ()) -> list[Buffer]:
-    return [pack({"schema": SCHEMA, "seq": seq, "epoch": epoch, "ok": ok}), *blobs]
+    return _with_blobs({"schema": SCHEMA, "seq": seq, "epoch": epoch, "ok": ok}, blobs)
 
 
 def error_frames(seq: int, epoch: str, error: HeadraceError) -> list[Buffer]:
@@ -115,8 +119,45 @@ def read_reply(frames: Sequence[Buffer]) -> tuple[int, str, dict[str, Any] | Hea
     f.schema(SCHEMA)
     seq, epoch = f.int("seq", 0, 1 << 62), f.str("epoch", 64)
     if "error" not in f.value:
-        return seq, epoch, f.map("ok"), frames[1:]
-    return seq, epoch, read_error(f.get("error"), "reply.error"), frames[1:]
+        return seq, epoch, f.map("ok"), cut_apart(f, frames[1:])
+    return seq, epoch, read_error(f.get("error"), "reply.error"), ()
+
+
+def _with_blobs(header: dict[str, Any], blobs: Sequence[Buffer]) -> list[Buffer]:
+    """The frames of a message, small blobs joined."""
+    if len(blobs) < 2:
+        return [pack(header), *blobs]
+    frames: list[Buffer] = []
+    cuts: list[list[int] | None] = []
+    for large, neighbours in groupby(blobs, key=lambda blob: len(blob) >= JOIN_BELOW):
+        run = list(neighbours)
+        if large:
+            frames += run
+            cuts += [None] * len(run)
+            continue
+        for at in range(0, len(run), JOINED):
+            frames.append(b"".join(run[at : at + JOINED]))
+            cuts.append([len(blob) for blob in run[at : at + JOINED]])
+    return [pack({**header, "cuts": cuts}), *frames]
+
+
+def cut_apart(message: Fields, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+    """The blobs of a message. Small ones are copied out of the frame they came in, which then need not live on."""
+    if "cuts" not in message.value:
+        return frames
+    blobs: list[Buffer] = []
+    for i, (sizes, frame) in enumerate(zip(message.list("cuts", exactly=len(frames)), frames, strict=True)):
+        if sizes is None:
+            blobs.append(frame)
+            continue
+        path = f"{message.path}.cuts[{i}]"
+        if type(sizes) is not list or not set(map(type, sizes)) <= {int} or min(sizes, default=0) < 0:
+            raise WireError(path, "not a list of sizes")
+        if len(sizes) > JOINED or sum(sizes) != len(frame):
+            raise WireError(path, f"{len(sizes)} pieces of {sum(sizes)} bytes in a frame of {len(frame)}")
+        view = memoryview(frame)
+        blobs += [bytes(view[end - size : end]) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    return blobs
 
 
 def pack_blobs(groups: Sequence[tuple[Buffer, Sequence[Buffer]]]) -> tuple[list[int], list[Buffer]]:
