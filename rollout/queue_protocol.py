@@ -4,9 +4,10 @@
     reply    [header, blobs...]   header {"schema": 1, "seq": 7, "epoch": "a1b2", "ok": {...}}, or "error": [kind, args]
 
 Groups are blobs: for each one its own header, then as many frames as `groups` says for it. Small blobs travel joined,
-for a frame costs more than copying it: "cuts" says for each frame where to cut it, null if it is one blob. Every request is answered
-exactly once per time it arrives, and every request may arrive twice: (client, seq) names it, and doing it again has no
-further effect.
+for a frame costs more than copying it: "cuts" says for each frame where to cut it, null if it is one blob.
+
+Every request is answered exactly once per time it arrives, and every request may arrive twice: (client, seq) names it,
+and doing it again has no further effect.
 
 One request may ask for two things: "then": {"op": "lease", "n": 8, "wait": 30.0} is seen to once the request itself
 is done, and the answer says both. If only the second fails, "end" holds its error.

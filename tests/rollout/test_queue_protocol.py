@@ -38,10 +38,10 @@ def test_a_small_blob_does_not_keep_its_frame_alive() -> None:
     assert all(type(b) is bytes for b in Request([header, memoryview(frame)]).blobs)
 
 
-@pytest.mark.parametrize(
-    "cuts",
-    [None, 5, [], [[2, 3], None], [[2, 2]], [[2, 4]], [[-1, 6]], [[2.0, 3]], [[True, 4]], [["2", 3]], [{"2": 3}], [[0] * 9999]],
-)  # fmt: skip
+WRONG = (None, 5, [], [[2, 3], None], [[2, 2]], [[2, 4]], [[-1, 6]], [[2.0, 3]], [[True, 4]], [["2", 3]], [{"2": 3}])
+
+
+@pytest.mark.parametrize("cuts", [*WRONG, [[0] * 9999]])
 def test_wrong_cuts_are_refused(cuts: Any) -> None:
     header = {"schema": 1, "op": "submit", "client": "c", "seq": 1, "holder": "a", "cuts": cuts}
     with pytest.raises(WireError, match=r"request\.cuts"):
