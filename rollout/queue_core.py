@@ -122,12 +122,11 @@ class QueueCore:
         accepted = [g for g, o in zip(groups, outcomes, strict=True) if o == "accepted"]
         if not all(self.journal.placed.holds(place) for *_, place in accepted if place):
             return Reply({"unplaced": True}, done=False)
-        for group in accepted:
-            header = group[0]
+        for header, *_ in accepted:
             self.ledger.submit(header.ordinal, header.attempt, r.holder, header.n_tokens, header.oldest_version, now)
             if header.all_judged is not None:
                 self.ledger.score(header.ordinal, header.all_judged, now)
-            self.record({header.ordinal: group}, r.client)
+        self.record({group[0].ordinal: group for group in accepted}, r.client)
         return Reply({"outcomes": outcomes})
 
     def _admits(self, arriving: int, ordinals: Sequence[int]) -> bool:
