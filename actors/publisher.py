@@ -9,7 +9,7 @@
 
 Where weights may be read beside the next step, and where not:
 
-    ZeRO 0-2, planes gloo and store   every rank has whole weights: rank 0 alone delivers, no copy is made, and its
+    ZeRO 0-2, gloo, ipc and store     every rank has whole weights: rank 0 alone delivers, no copy is made, and its
                                       optimizer step waits for the reading (so the other ranks' do, in the collective)
     ZeRO 3, plane nccl                a gather is a collective of all ranks, and two communicators must not run at once
                                       on one device: delivered inside `begin`, the rest goes on beside the next step

@@ -12,29 +12,32 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = 512
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,  # the smallest that vLLM's CPU attention knows
+    "max_position_embeddings": CONTEXT,
+}
 
 
 def write_tiny_llama(out: Path, seed: int) -> None:
+    write_byte_llama(out, seed, "float32", **TINY)
+
+
+def write_byte_llama(out: Path, seed: int, dtype: str, **shape: int) -> None:
+    """A random Llama that speaks bytes, of another shape: keywords of `transformers.LlamaConfig`."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     tokenizer = byte_tokenizer()
     ids: dict[str, Any] = {"pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 258}
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,  # the smallest that vLLM's CPU attention knows
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=False,
-        **ids,
-    )
+    config = LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=False, **shape, **ids)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = LlamaForCausalLM(config).float()
+        model: Any = LlamaForCausalLM(config).to(getattr(torch, dtype))
     model.generation_config = GenerationConfig(**ids)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rollout.canary import CanaryText, Reading
 from rollout.engine import CommitReport, Rendezvous
@@ -13,7 +13,8 @@ from rollout.types import Float32
 from rollout.versions import WeightManifest
 
 if TYPE_CHECKING:
-    from learner.weight_sender import Sent, WeightSender
+    from learner.weight_epochs import EpochSender, Sent
+    from learner.weight_publisher import WeightPublisher
 
 
 class EnginePort(Protocol):
@@ -29,7 +30,7 @@ class EnginePort(Protocol):
 
 
 class SenderPort(Protocol):
-    """The learner's side; see `learner.weight_sender.WeightSender`."""
+    """The learner's side; see `learner.weight_epochs.EpochSender`."""
 
     async def invite(self, members: Sequence[str]) -> dict[str, Rendezvous]: ...
     async def enter(self) -> None: ...
@@ -39,9 +40,9 @@ class SenderPort(Protocol):
 
 
 class ThreadedSender:
-    """A `WeightSender` of this process as a SenderPort: its blocking calls run in a thread."""
+    """A sender of this process as a SenderPort: its blocking calls run in a thread."""
 
-    def __init__(self, sender: WeightSender) -> None:
+    def __init__(self, sender: EpochSender[Any] | WeightPublisher) -> None:
         self._sender = sender
 
     async def invite(self, members: Sequence[str]) -> dict[str, Rendezvous]:

@@ -38,7 +38,7 @@ from rollout.engine import CommitReport
 from rollout.errors import NoEngine, WeightError
 
 if TYPE_CHECKING:
-    from learner.weight_sender import Sent
+    from learner.weight_epochs import Sent
 
 __all__ = ["CanaryPlan", "EnginePort", "PushReport", "SenderPort", "ThreadedSender", "WeightSync"]
 

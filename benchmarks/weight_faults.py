@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import itertools
 import json
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,13 +26,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.light_engine import DOWN, HEAD, UP, adapter, always
 from benchmarks.light_process import Doom
-from benchmarks.weight_scene import TIMEOUT_S, Case, Scene, V, Weights
+from benchmarks.weight_fault_table import AGAIN, ALARM, KEPT, OUT, cases
+from benchmarks.weight_scene import TIMEOUT_S, Case, Scene, V
 from rollout.engine import SamplingParams
 from rollout.errors import HeadraceError
+
+OUTLIVES_S = 0.1  # a dozen answers' worth of time for a wrong one to get out
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,177 +45,6 @@ class Seen:
     ended: str
     seconds: float
     wrong: str
-
-
-# --- the faults -------------------------------------------------------------------------------------------------------
-
-
-def on_wire(alter: Callable[[int, torch.Tensor], torch.Tensor]) -> Callable[[Scene], None]:
-    def inject(scene: Scene) -> None:
-        scene.tamper = alter
-
-    return inject
-
-
-def flip(i: int, buffer: torch.Tensor) -> torch.Tensor:
-    if i == 2:
-        buffer = buffer.clone()
-        buffer[100] ^= 8
-    return buffer
-
-
-def scribble(i: int, buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.fill_(7) if i == 2 else buffer  # the sender refills its bucket while it is still on the way
-
-
-def repeat_bucket() -> Callable[[int, torch.Tensor], torch.Tensor]:
-    seen: dict[int, torch.Tensor] = {}
-
-    def alter(i: int, buffer: torch.Tensor) -> torch.Tensor:
-        seen[i] = buffer.clone()
-        return seen[1] if i == 2 and len(seen[1]) == len(buffer) else buffer
-
-    return alter
-
-
-def old_prologue(i: int, buffer: torch.Tensor) -> torch.Tensor:
-    if i == 0:
-        buffer = buffer.clone()
-        buffer[2] -= 1
-    return buffer
-
-
-def source(change: Callable[[Weights], Weights]) -> Callable[[Scene], None]:
-    def inject(scene: Scene) -> None:
-        scene.yields = change
-
-    return inject
-
-
-def stale(scene: Scene) -> None:
-    """The optimizer stepped, but what is sent is the version before."""
-    scene.yields = lambda weights: always(scene.version - 1, V)
-
-
-def forgotten_adapter(scene: Scene) -> None:
-    """The learner trains base + adapter and sends the base: its bytes never change."""
-    base = always(1, V)
-    scene.truth = lambda: {**base, **adapter(scene.version, V)}  # type: ignore[method-assign]
-    scene.yields = lambda weights: base
-
-
-def half_forgotten_adapter(scene: Scene) -> None:
-    """The learner trains both and sends the base alone: the bytes change, and no digest can tell."""
-    scene.truth = lambda: {**always(7, V), **adapter(scene.version, V)}  # type: ignore[method-assign]
-    scene.yields = lambda weights: {HEAD: weights[HEAD]}
-
-
-def dies_before_it_confirms(scene: Scene) -> None:
-    """Every engine has committed version 2, and nobody ever says whether it is right."""
-    scene.canary_fails = True
-
-
-def in_store(pattern: str, damage: Callable[[Path], None]) -> Callable[[Scene], None]:
-    def inject(scene: Scene) -> None:
-        scene.before_publish = lambda: [damage(p) for p in scene.store_dir.glob(pattern)] and None
-
-    return inject
-
-
-def flip_file(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-3] ^= 4
-    path.write_bytes(data)
-
-
-def older_file(path: Path) -> None:
-    (old,) = path.parent.glob("v00000001.anchor*")
-    path.write_bytes(old.read_bytes())
-
-
-def scaled(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor * 1.001
-
-
-def transposed(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.T if name == HEAD else tensor
-
-
-AGAIN, OUT, KEPT = "sent again", "victim quarantined", "old version kept, next learner served"
-ALARM = "learner stopped"
-OUTLIVES_S = 0.1  # a dozen answers' worth of time for a wrong one to get out
-
-
-def cases() -> list[Case]:
-    """All rows, in the order of the table."""
-    rows = [
-        Case("gloo", "bit flip in a bucket", "weights_refused", AGAIN, on_wire(flip)),
-        Case(
-            "gloo",
-            "truncated bucket",
-            "weights_interrupted|weights_refused",
-            AGAIN,
-            on_wire(lambda i, b: b[: len(b) // 2] if i == 2 else b),
-        ),
-        Case("gloo", "bucket sent twice, next one lost", "weights_refused", AGAIN, on_wire(repeat_bucket())),
-        Case("gloo", "buffer reused before it was sent", "weights_refused", AGAIN, on_wire(scribble)),
-        Case("gloo", "stale version in the stream", "weights_refused", AGAIN, on_wire(old_prologue)),
-        Case("store", "bit flip in a file", "weights_refused", AGAIN, in_store("v00000002.*tensors", flip_file)),
-        Case(
-            "store",
-            "truncated file",
-            "weights_refused",
-            AGAIN,
-            in_store("v00000002.*tensors", lambda p: p.write_bytes(p.read_bytes()[:-9]) and None),
-        ),
-        Case("store", "file gone", "weights_refused", AGAIN, in_store("v00000002.*tensors", Path.unlink)),
-        Case(
-            "store",
-            "stale file under the new name",
-            "weights_refused",
-            AGAIN,
-            in_store("v00000002.*tensors", older_file),
-        ),
-    ]
-    for plane in ("gloo", "store"):
-        rows += [
-            Case(plane, "missing tensor", "error", KEPT, source(lambda w: {})),
-            Case(
-                plane,
-                "unannounced tensor (base beside the adapter)",
-                "error",
-                KEPT,
-                source(lambda w: {**w, UP: torch.zeros(V, 4)}),
-            ),
-            Case(plane, "wrong dtype", "error", KEPT, source(lambda w: {HEAD: w[HEAD].bfloat16()})),
-            Case(plane, "stale weights", "weights_unchanged", KEPT, stale),
-            Case(plane, "forgotten adapter", "weights_unchanged", KEPT, forgotten_adapter),
-            Case(
-                plane, "adapter forgotten while the base is trained too", "canary_alarm", ALARM, half_forgotten_adapter
-            ),
-            Case(plane, "learner killed before it confirmed", "error", KEPT, dies_before_it_confirms),
-            Case(plane, "base sent instead of the adapter", "weights_refused", OUT, settings={"takes": [UP, DOWN]}),
-            Case(plane, "weights loaded transposed", "canary_alarm", OUT, settings={"on_load": transposed}),
-            Case(plane, "weights loaded with a scale of 0.1 %", "canary_alarm", OUT, settings={"on_load": scaled}),
-        ]
-        steps = ["stage", "commit", "committed", "score", "confirm"]
-        if plane == "gloo":
-            steps = ["join", "stage", "bucket", *steps[1:]]
-        for signalled, word in ((signal.SIGKILL, "killed"), (signal.SIGSTOP, "stopped")):
-            for step in steps:
-                nth = {"join": 1, "bucket": 24}.get(step, 2)
-                named = "engine_quarantined"
-                rows.append(Case(plane, f"engine {word} at {step}", named, OUT, victim=Doom(step, nth, signalled)))
-            learner = (
-                ["enter", "announce", "send", "bucket", "sent"] if plane == "gloo" else ["announce", "gather", "sent"]
-            )
-            for step in learner:
-                nth = {"enter": 1, "bucket": 24, "gather": 3}.get(step, 2)
-                rows.append(Case(plane, f"learner {word} at {step}", "error", KEPT, learner=Doom(step, nth, signalled)))
-    return rows
-
-
-# --- running one ------------------------------------------------------------------------------------------------------
 
 
 class Watcher:

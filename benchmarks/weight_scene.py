@@ -1,6 +1,6 @@
 """The stage of the fault matrix: a learner that can be made to lie or die, two engines, and a push between them.
 
-Used by `benchmarks/weight_faults.py`, which says what is done to whom.
+`benchmarks/weight_fault_table.py` says what is done to whom, `benchmarks/weight_faults.py` plays it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from actors.weight_sync import CanaryPlan, SenderPort, ThreadedSender, WeightSync
 from benchmarks.light_engine import LightEngine, always, score
 from benchmarks.light_process import Doom, LightProcess, Remote, Steps, light_service, serve
+from learner.weight_epochs import Sent
 from learner.weight_publisher import WeightPublisher
-from learner.weight_sender import Sent, WeightSender
+from learner.weight_sender import WeightSender
 from rollout.canary import CanaryText
 from rollout.engine import Rendezvous, SamplingParams
 from rollout.service import RolloutService

@@ -58,6 +58,7 @@ class Casting:
             cores=placement.cores or None,
             max_num_seqs=c.groups_in_flight * c.sampling.group_size,
             kv_cache_bytes=kv_mb and kv_mb << 20,
+            gpu_share=placement.gpu_share or 1.0,
             tensor_parallel=max(1, len(placement.gpus)),
             kv_policy=c.weights.kv_policy,
             adapter_rank=c.topology.learner.lora_rank if c.adapters_travel else 0,

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 
 from actors.config import ModelConfig, PromptsConfig, RewardConfig
 from launch.config_errors import first_problem
-from launch.contradictions import BYTES_PER_TOKEN, contradictions, why_not_adapters
+from launch.contradictions import BYTES_PER_TOKEN, contradictions, why_not_adapters, why_not_ipc
 from launch.yaml_reader import Source, read
 from learner.choices import Choices
 from learner.config import AlgorithmConfig, LearnerConfig
@@ -171,10 +171,13 @@ class RunConfig(Section):
         return self.topology.rollout.gpus > 0 or self.topology.learner.gpus > 0
 
     @property
-    def plane(self) -> Literal["nccl", "gloo", "store"]:
-        """How weights travel: as said, or nccl between GPUs, store to several workers per engine, gloo otherwise."""
+    def plane(self) -> Literal["nccl", "gloo", "ipc", "store"]:
+        """How weights travel: as said, or ipc inside one GPU, nccl between GPUs, store to several workers per engine,
+        gloo otherwise."""
         if self.weights.plane != "auto":
             return self.weights.plane
+        if not why_not_ipc(self):
+            return "ipc"
         if min(self.topology.rollout.gpus, self.topology.learner.gpus) >= 1:
             return "nccl"
         return "store" if self.topology.rollout.gpus > 1 else "gloo"

@@ -57,6 +57,8 @@ def _devices(c: RunConfig) -> Iterator[Problem]:
     if c.weights.plane == "nccl" and not (rollout.gpus > 0 and learner.gpus > 0):
         sides = f"rollout has {rollout.gpus:g}, the learner {learner.gpus:g}"
         yield Problem("weights.plane", c.weights.plane, f"needs GPUs on both sides ({sides}); use auto")
+    if c.plane == "ipc" and (reason := why_not_ipc(c)):
+        yield Problem("weights.plane", "ipc", f"{reason}; use auto")
     if c.plane == "gloo" and rollout.gpus > 1:
         remedy = f"here are {rollout.gpus:g} workers per engine; use store or nccl"
         yield Problem("weights.plane", "gloo", f"has one receiver per engine, and {remedy}")
@@ -64,6 +66,20 @@ def _devices(c: RunConfig) -> Iterator[Problem]:
         yield Problem("topology.learner.attention", "flash", "needs a GPU, and topology.learner.gpus is 0; use auto")
     if learner.gpus == 0 and learner.compute_dtype == "float16":
         yield Problem("topology.learner.compute_dtype", "float16", "works on GPUs only; use bfloat16 or float32")
+
+
+def why_not_ipc(c: RunConfig) -> str:
+    """What keeps weights from travelling inside one GPU; "" if nothing does."""
+    rollout, learner = c.topology.rollout, c.topology.learner
+    if not (rollout.gpus > 0 and learner.gpus > 0):
+        return f"needs a GPU under both sides (rollout has {rollout.gpus:g}, the learner {learner.gpus:g})"
+    if learner.ranks > 1 or rollout.replicas > 1:
+        sides = f"here are {learner.ranks} and {rollout.replicas}"
+        return f"takes one learner rank and one engine, for torch counts one reader per bucket ({sides})"
+    if rollout.gpus + learner.gpus > 1 + 1e-6:
+        shares = f"topology.rollout.gpus {rollout.gpus:g} and topology.learner.gpus {learner.gpus:g} are more than one"
+        return f"needs learner and engine on one GPU, and {shares}"
+    return ""
 
 
 def _groups(c: RunConfig) -> Iterator[Problem]:
@@ -133,8 +149,8 @@ def _adapters(c: RunConfig) -> Iterator[Problem]:
 def why_not_adapters(c: RunConfig) -> str:
     """What keeps adapters from travelling alone; "" if nothing does."""
     learner, served = c.topology.learner, c.model.dtype
-    if c.plane == "nccl":
-        return "vLLM's nccl transfer writes into the layers of the model and knows no adapters"
+    if c.plane in ("nccl", "ipc"):
+        return f"vLLM's {c.plane} transfer writes into the layers of the model and knows no adapters"
     if learner.lora_rank > ADAPTER_RANKS[-1]:
         return f"engines have room for rank {ADAPTER_RANKS[-1]}, topology.learner.lora_rank is {learner.lora_rank}"
     if learner.compute_dtype not in (served, "float32"):

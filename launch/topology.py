@@ -11,12 +11,14 @@ The rules:
      One that asks for less than a core shares one with others that do, each with one thread: slow, but it fits.
   2. Whatever is hardest to fit is placed first (GPUs, then cores), each on the host where least is left over.
   3. Learner ranks stay together on one host as long as it has room.
-  4. Rewards take cores that are left over on the first host; where none are, they share those of the engines, which
+  4. Where weights do not leave their GPU (plane ipc), the learner and the engine are placed on the same one.
+  5. Rewards take cores that are left over on the first host; where none are, they share those of the engines, which
      are idle while the learner is behind. The queue and the driver always share: they mostly wait.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -126,14 +128,31 @@ def solve(config: RunConfig, inventory: Inventory) -> tuple[Placement, ...]:
     """Every process of the run with its place. Raises ConfigError naming what is missing and how to need less."""
     free = [_Free(h, list(h.cores), [1.0] * h.gpus) for h in inventory.hosts]
     placed: list[Placement] = []
+    fit = [f for f in free if config.plane != "ipc" or _has_room_for_all(f, needs(config))] or free
     for need in needs(config):
-        at = next((p for f in _order(free, need, placed) if (p := f.take(need)) is not None), None)
+        at = next((p for f in _order(fit, need, placed) if (p := f.take(need)) is not None), None)
         if at is None:
             raise ConfigError(_refusal(config, inventory, need))
         placed.append(at)
+    _refuse_parted(config, placed)
     placed.extend(_light_roles(config, free, placed))
     rank = {"learner": 0, "rollout": 1, "reward": 2, "queue": 3}
     return tuple(sorted(placed, key=lambda p: (rank[p.role], p.index)))
+
+
+def _has_room_for_all(host: _Free, wanted: Sequence[Need]) -> bool:
+    """Whether these can all be placed on one host (and fractions of a GPU that fit into one then lie on one)."""
+    trial = copy.deepcopy(host)
+    return all(trial.take(need) is not None for need in wanted)
+
+
+def _refuse_parted(config: RunConfig, placed: Sequence[Placement]) -> None:
+    """Weights that do not leave their GPU need learner and engine on the same one."""
+    gpus = {(p.host, p.gpus): p for p in placed}
+    if config.plane == "ipc" and len(gpus) > 1:
+        where = ", ".join(f"{p.name} on {p.host} GPU {p.gpus[0]}" for p in gpus.values())
+        remedy = "ask for fewer topology.learner.cpus or topology.rollout.cpus, or set weights.plane to gloo"
+        raise ConfigError(f"weights.plane: ipc: needs learner and engine on one GPU, here {where}; {remedy}")
 
 
 def _order(free: Sequence[_Free], need: Need, placed: Sequence[Placement]) -> list[_Free]:

@@ -7,82 +7,68 @@ engine, and by restarting the learner's process, which the supervisor does.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from learner.weight_sender import Layout, Sent, Source
+from learner.weight_epochs import EpochSender, Sent, Source
 from rollout.engine import Rendezvous
 from rollout.errors import WeightError
 from rollout.meeting import free_port
 from rollout.versions import WeightManifest
 from rollout.weight_checksum import summed
-from rollout.weight_stream import root_digest, sealed
+
+if TYPE_CHECKING:
+    from rollout.vllm_nccl import NcclTrainer
 
 
-def open_trainer(host: str, port: int, world_size: int, bucket_bytes: int) -> Any:
+def open_trainer(host: str, port: int, world_size: int, bucket_bytes: int) -> NcclTrainer:
     """vLLM's NCCL group; imported only where there are GPUs."""
     from rollout.vllm_nccl import NcclTrainer
 
     return NcclTrainer(host, port, world_size, bucket_bytes)
 
 
-class NcclSender:
-    """Stands where a `WeightSender` stands. `workers` is the number of vLLM workers (GPUs) of one engine."""
+class NcclSender(EpochSender["NcclTrainer"]):
+    """Stands where a `WeightSender` stands. `workers` is the number of vLLM workers (GPUs) of one engine.
+
+    `bucket_bytes` must be that of the engines (`VllmSettings.bucket_bytes`): vLLM cuts its stream by it on each side.
+    """
 
     def __init__(
         self,
         source: Source,
         *,
         workers: int = 1,
-        bucket_bytes: int = 1 << 30,
+        bucket_bytes: int = 8 << 20,
         timeout_s: float = 60.0,
         host: str = "127.0.0.1",
-        trainer: Callable[[str, int, int, int], Any] = open_trainer,
+        trainer: Callable[[str, int, int, int], NcclTrainer] = open_trainer,
     ) -> None:
-        self._source, self._workers, self._bucket_bytes = source, workers, bucket_bytes
-        self._timeout_s, self._host, self._trainer = timeout_s, host, trainer
-        self._group: Any = None
-        self._layout = Layout(source)
+        super().__init__(source, None, bucket_bytes, timeout_s)
+        self._workers, self._host, self._trainer = workers, host, trainer
         self._own: Rendezvous | None = None
-        self.epoch = 0
 
-    def invite(self, members: Sequence[str]) -> dict[str, Rendezvous]:
-        if not members:
-            raise WeightError("no engine is left to send weights to; start one, it joins by itself")
-        self.close_group()
-        self.epoch += 1
-        world, port = 1 + self._workers * len(members), free_port(self._host)
-        self._own = Rendezvous(self.epoch, self._host, port, 0, world, self._timeout_s)
-        return {
-            name: Rendezvous(self.epoch, self._host, port, 1 + i * self._workers, world, self._timeout_s)
-            for i, name in enumerate(members)
-        }
+    def _meet(self) -> dict[str, Rendezvous]:
+        world, port = 1 + self._workers * len(self._members), free_port(self._host)
+        self._own, *others = (
+            Rendezvous(self.epoch, self._host, port, rank, world, self.timeout_s)
+            for rank in (0, *range(1, world, self._workers))
+        )
+        return dict(zip(self._members, others, strict=True))
 
     def enter(self) -> None:
         if self._own is None:
             raise WeightError("nobody was invited to the weight group; invite engines first")
-        self._group = self._trainer(self._host, self._own.port, self._own.world_size, self._bucket_bytes)
-
-    def announce(self, version: int) -> WeightManifest:
-        return self._layout.manifest(version)
+        self._group = self._trainer(self._host, self._own.port, self._own.world_size, self.bucket_bytes)
 
     def send(self, manifest: WeightManifest) -> Sent:
-        if self._group is None:
-            raise WeightError(f"no weight group to send version {manifest.version} to; invite engines first")
+        group = self._entered(manifest)
         started = time.monotonic()
         sums: dict[str, str] = {}
-        self._group.send(summed(self._source(), sums))
-        if list(sums) != [t.name for t in manifest.tensors]:
-            raise WeightError(
-                f"the learner sent other tensors than version {manifest.version} announced; announce again"
-            )
-        proven = sealed(manifest, list(sums.values()))
-        return Sent(proven, root_digest(proven), manifest.nbytes, time.monotonic() - started)
+        group.send(summed(self._layout.tensors(manifest), sums))
+        return Sent.proven(manifest, list(sums.values()), time.monotonic() - started)
 
     def close_group(self) -> None:
         group, self._group = self._group, None
         if group is not None:
             group.close()
-
-    def close(self) -> None:
-        self.close_group()

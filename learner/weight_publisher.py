@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from learner.weight_sender import Layout, Sent, Source
+from learner.weight_epochs import Layout, Sent, Source
 from rollout.engine import Rendezvous
 from rollout.versions import AdapterSpec, WeightManifest
 from rollout.weight_store import WeightStore

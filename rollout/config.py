@@ -53,7 +53,7 @@ class QueueConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the engines."""
 
-    plane: Literal["auto", "nccl", "gloo", "store"] = Field("auto", description="the path that weights take")
+    plane: Literal["auto", "nccl", "gloo", "ipc", "store"] = Field("auto", description="the path that weights take")
     store_url: str = Field(
         "", description="where plane store keeps versions, a directory or any fsspec URL; empty: the run directory"
     )

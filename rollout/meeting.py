@@ -102,6 +102,19 @@ class MeetingPoint:
     def own(self, epoch: int, n_members: int) -> Rendezvous:
         return Rendezvous(epoch, self.host, self.port, 0, n_members + 1, self.timeout_s)
 
+    def put(self, epoch: int, key: str, value: bytes) -> None:
+        """As a member's `set`, for the learner, whose server this is."""
+        with self._server.lock:
+            self._server.values[f"{epoch}/{key}"] = value
+
+    def said(self, epoch: int, key: str) -> bytes | None:
+        """What a member has put under `key`; None if it has not."""
+        with self._server.lock:
+            return self._server.values.get(f"{epoch}/{key}")
+
+    def called_off(self, epoch: int) -> bool:
+        return self.said(epoch, _CALLED_OFF) is not None
+
     def call_off(self, epoch: int) -> None:
         """Members that still wait for others to enter this epoch stop waiting."""
         with self._server.lock:
@@ -139,13 +152,16 @@ class MeetingStore(dist.Store):
         return answer if head == b"+" else None
 
     def get(self, key: str) -> bytes:
-        while (value := self._ask(b"G", key)) is None:
-            if self._ask(b"G", _CALLED_OFF) is not None:
-                raise WeightError(f"weight group epoch {self._rdv.epoch} was called off; wait for the next invitation")
+        while (value := self.look(key)) is None:
+            self.refuse_if_called_off()
             if time.monotonic() > self._deadline:
                 raise DeadlineError(f"{key} of weight group epoch {self._rdv.epoch}", self._rdv.timeout_s)
             time.sleep(_POLL_S)
         return value
+
+    def look(self, key: str) -> bytes | None:
+        """What is there under `key` now."""
+        return self._ask(b"G", key)
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask(b"S", key, value.encode() if isinstance(value, str) else bytes(value))
@@ -162,6 +178,11 @@ class MeetingStore(dist.Store):
 
     def called_off(self) -> bool:
         return self._ask(b"G", _CALLED_OFF) is not None
+
+    def refuse_if_called_off(self) -> None:
+        """Raises WeightError when nobody needs to wait for this epoch any more."""
+        if self.called_off():
+            raise WeightError(f"weight group epoch {self._rdv.epoch} was called off; wait for the next invitation")
 
     def close(self) -> None:
         self._connection.close()

@@ -26,11 +26,14 @@ class Pauses:
         self._numbers = itertools.count(1)
         self._held: dict[int, tuple[str, asyncio.Task[None]]] = {}
         self._lock = asyncio.Lock()
+        self._running = asyncio.Event()
+        self._running.set()
 
     async def hold(self, holder: str, ttl_s: float) -> int:
         """Pause (if nobody has yet) and return the token to release."""
         async with self._lock:
             if not self._held:
+                self._running.clear()
                 await self._pause()
             token = next(self._numbers)
             self._held[token] = (holder, asyncio.create_task(self._expire(token, holder, ttl_s)))
@@ -43,8 +46,7 @@ class Pauses:
             if held is None:
                 return False
             held[1].cancel()
-            if not self._held:
-                await self._resume()
+            await self._go_on()
             return True
 
     async def _expire(self, token: int, holder: str, ttl_s: float) -> None:
@@ -53,8 +55,18 @@ class Pauses:
             if self._held.pop(token, None) is None:
                 return
             self._event("pause_expired", holder=holder, ttl_s=ttl_s)
-            if not self._held:
+            await self._go_on()
+
+    async def _go_on(self) -> None:
+        if not self._held:
+            try:
                 await self._resume()
+            finally:
+                self._running.set()
+
+    async def over(self) -> None:
+        """Returns while nobody holds the engine: a request that comes during a pause waits here."""
+        await self._running.wait()
 
     @property
     def holders(self) -> list[str]:
@@ -64,6 +76,7 @@ class Pauses:
         """Cancel the timers; the engine is going away."""
         tasks = [task for _, task in self._held.values()]
         self._held.clear()
+        self._running.set()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

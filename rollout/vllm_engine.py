@@ -29,7 +29,7 @@ from rollout.pause import Pauses
 from rollout.types import Float32, Int32
 from rollout.versions import WeightManifest
 from rollout.vllm_requests import check_room, completion, death_named, the_adapter, to_generate, to_score
-from rollout.vllm_settings import VllmSettings, engine_arguments, vllm_environment
+from rollout.vllm_settings import VllmSettings, engine_arguments, refuse_what_no_plane_carries, vllm_environment
 from rollout.weight_inbox import Receipt, manifest_to_plain, until
 
 __all__ = ["VllmEngine", "VllmSettings", "engine_arguments", "vllm_engine", "vllm_environment"]
@@ -61,13 +61,7 @@ class VllmEngine:
             raise ConfigError(
                 f"model.path: {self.settings.model_dir!r} has no config.json; name a Hugging Face model directory"
             )
-        if self.settings.tensor_parallel > 1 and self.settings.plane == "gloo":
-            raise ConfigError(
-                f"weights.plane: gloo has one receiver per engine, here are {self.settings.tensor_parallel} workers; "
-                "choose store (each worker pulls for itself) or nccl"
-            )
-        if self.settings.adapter_rank and self.settings.plane == "nccl":
-            raise ConfigError("weights.lora: adapters do not travel by nccl, which writes into layers; choose merged")
+        refuse_what_no_plane_carries(self.settings)
         for key, value in vllm_environment(self.settings.threads).items():
             os.environ.setdefault(key, value)
         os.environ["OMP_NUM_THREADS"] = str(self.settings.threads)
@@ -126,6 +120,7 @@ class VllmEngine:
         """The last output of one request; EngineError if vLLM died under it."""
         from vllm.inputs.engine import tokens_input
 
+        await self._pauses.over()  # weights may change in a pause: what comes meanwhile starts under the new version
         # with "salt", KV of one version is never the prefix of a request that starts under another
         salt = f"v{self._version}" if self.settings.kv_policy == "salt" else None
         prompt = tokens_input(ids, cache_salt=salt)
@@ -276,4 +271,8 @@ def vllm_engine(settings: VllmSettings, event: Callable[..., None] | None = None
         from rollout.vllm_nccl import NcclEngine
 
         return NcclEngine(settings, event)
+    if settings.plane == "ipc":
+        from rollout.vllm_ipc import IpcEngine
+
+        return IpcEngine(settings, event)
     return VllmEngine(settings, event)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rollout.errors import ConfigError
+
 
 def vllm_environment(threads: int = 1) -> dict[str, str]:
     """Environment variables of a process that hosts a `VllmEngine`, all in one place.
@@ -25,6 +27,7 @@ def vllm_environment(threads: int = 1) -> dict[str, str]:
     }
 
 
+_GPU_MEMORY = 0.85  # of an engine's share of a GPU, what vLLM may take
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM makes room for; smaller ranks are padded with zeros
 
 
@@ -40,11 +43,11 @@ class VllmSettings:
     cores: tuple[int, ...] | None = None  # pin the host and engine processes to these; None: as inherited
     max_num_seqs: int = 64
     kv_cache_bytes: int | None = 256 << 20  # None: vLLM's own choice (a share of the device's memory)
-    gpu_memory_utilization: float = 0.85
+    gpu_share: float = 1.0  # of its GPU, where it shares one
     tensor_parallel: int = 1
     block_size: int | None = 32  # short, so that the answers of one group share their prompt's KV
     kv_policy: Literal["keep", "recompute", "salt"] = "salt"
-    plane: Literal["gloo", "nccl", "store"] = "gloo"
+    plane: Literal["gloo", "nccl", "ipc", "store"] = "gloo"
     bucket_bytes: int = 8 << 20
     spool_dir: str | None = None
     store_url: str = ""  # where plane "store" pulls from
@@ -56,10 +59,20 @@ class VllmSettings:
     mend: bool = True  # repair what vLLM's reload leaves stale; False only to show that the canary sees it
 
 
+def refuse_what_no_plane_carries(settings: VllmSettings) -> None:
+    """Raises ConfigError where weights could not travel to this engine."""
+    plane, workers = settings.plane, settings.tensor_parallel
+    if workers > 1 and plane in ("gloo", "ipc"):
+        remedy = "choose store (each worker pulls for itself) or nccl"
+        raise ConfigError(f"weights.plane: {plane} has one receiver per engine, here are {workers} workers; {remedy}")
+    if settings.adapter_rank and plane in ("nccl", "ipc"):
+        raise ConfigError(f"weights.lora: adapters do not travel by {plane}, which writes into layers; choose merged")
+
+
 def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     """Keyword arguments for vLLM's `AsyncEngineArgs`."""
     from rollout.vllm_loader import LOAD_FORMAT
-    from rollout.vllm_weights import BACKEND, NCCL_BACKEND, WORKER_EXTENSION
+    from rollout.vllm_weights import BACKENDS, WORKER_EXTENSION
 
     arguments: dict[str, Any] = {
         "model": settings.model_dir,
@@ -69,11 +82,11 @@ def engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "enforce_eager": True,
         "seed": settings.seed,
         "tensor_parallel_size": settings.tensor_parallel,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "gpu_memory_utilization": _GPU_MEMORY * settings.gpu_share,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "disable_log_stats": True,
-        "weight_transfer_config": {"backend": NCCL_BACKEND if settings.plane == "nccl" else BACKEND},
+        "weight_transfer_config": {"backend": BACKENDS[settings.plane]},
         "additional_config": {
             "headrace": {
                 "bucket_bytes": settings.bucket_bytes,

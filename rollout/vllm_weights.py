@@ -8,7 +8,8 @@ in the worker (each line one RPC; the first four run beside decoding, the others
     headrace_weights("fetch", ...)    or: pull from the store into the spool    (a thread; poll with "status")
     headrace_weights("stage", ...)    receive into the spool, recompute digests  (a thread; poll with "status")
     headrace_load(7)                  vLLM's session, in one call:
-        start_weight_update()             layers go back to checkpoint format
+        headrace_begin()                  start_weight_update, also after one that broke:
+                                          layers go back to checkpoint format
         update_weights({"version": 7})    load the proven bytes; refuse any other version
         finish_weight_update()            vLLM repacks; we mend tied heads that kept their old packed weights
                                       or, where only adapters travel: the one adapter is replaced
@@ -42,16 +43,17 @@ from rollout.weight_stream import NamedTensor, views
 if TYPE_CHECKING:
     from rollout.vllm_adapter import AdapterSlot
 
-BACKEND, NCCL_BACKEND = "headrace", "headrace_nccl"
+BACKENDS = {"gloo": "headrace", "store": "headrace", "nccl": "headrace_nccl", "ipc": "headrace_ipc"}  # by plane
 _KEEP_BEHIND = 64 << 20
 WORKER_EXTENSION = "rollout.vllm_weights.WeightCalls"
 
 
 def register() -> None:
     """Entry point `vllm.general_plugins`: make the back end known in this process. Idempotent."""
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, HeadraceTransfer)
-        WeightTransferEngineFactory.register_engine(NCCL_BACKEND, "rollout.vllm_nccl", "SummedNccl")
+    if BACKENDS["gloo"] not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKENDS["gloo"], HeadraceTransfer)
+        WeightTransferEngineFactory.register_engine(BACKENDS["nccl"], "rollout.vllm_summing", "SummingNccl")
+        WeightTransferEngineFactory.register_engine(BACKENDS["ipc"], "rollout.vllm_summing", "SummingIpc")
         from vllm.model_executor.model_loader import register_model_loader
 
         from rollout.vllm_loader import LOAD_FORMAT, WitnessedLoader
@@ -243,18 +245,35 @@ class WeightCalls:
     update_weights: Any
     finish_weight_update: Any
     model_runner: Any
+    vllm_config: Any
+    _weight_update_active: bool
 
     def headrace_record_before_the_cut(self) -> None:
         from rollout.vllm_sampling import record_before_the_cut
 
         record_before_the_cut(self.model_runner.sampler)
 
+    def headrace_begin(self) -> None:
+        """vLLM's start of an update session, also after one that broke.
+
+        vLLM 0.32 refuses that where the session is still open, and fails in layers that are half full from before
+        ("'Parameter' object has no attribute 'weight_loader'"): they are emptied first.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        engine = self.weight_transfer_engine
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(engine.model, engine.model_config)
+        self._weight_update_active = False
+        self.start_weight_update()
+
     def headrace_load(self, version: int, mend: bool) -> float:
         """vLLM's whole update session in one call, because generation stands still meanwhile; returns seconds."""
         if self.weight_transfer_engine.takes_adapters:
             self.weight_transfer_engine.load_adapter(version)
             return self.weight_transfer_engine.load_s
-        self.start_weight_update()
+        self.headrace_begin()
         self.update_weights({"version": version, "mend": mend})
         self.finish_weight_update()
         return self.weight_transfer_engine.load_s

@@ -32,8 +32,7 @@ def _announce_and_await(store: MeetingStore, rdv: Rendezvous, names: Mapping[int
     store.set(f"here/{rdv.rank}", "1")
     waiting = [r for r in range(rdv.world_size) if r != rdv.rank]
     while waiting:
-        if store.called_off():
-            raise WeightError(f"weight group epoch {rdv.epoch} was called off; wait for the next invitation")
+        store.refuse_if_called_off()
         waiting = [r for r in waiting if not store.check([f"here/{r}"])]
         if waiting and time.monotonic() > deadline:
             who = ", ".join(names.get(r, "the learner" if r == 0 else f"rank {r}") for r in waiting)

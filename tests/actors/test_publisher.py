@@ -13,7 +13,7 @@ import torch
 from actors import publisher as module
 from actors.publisher import Publisher
 from actors.weight_planes import Plane
-from learner.weight_sender import Sent
+from learner.weight_epochs import Sent
 from rollout.canary import CanaryText
 from rollout.config import WeightsConfig
 from rollout.engine import CommitReport, Rendezvous

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from actors.weight_sync import CanaryPlan, WeightSync
-from learner.weight_sender import Sent
+from learner.weight_epochs import Sent
 from rollout.canary import CanaryText
 from rollout.engine import CommitReport, Rendezvous
 from rollout.errors import DeadlineError, EngineError, WeightError

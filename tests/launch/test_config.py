@@ -92,7 +92,10 @@ def test_a_config_cannot_be_changed(make_config: Any) -> None:
         ({"topology": {"rollout": {"replicas": 5}}}, "groups_in_flight", 5),  # 24 slots among 5 engines, rounded up
         ({"topology": {"rollout": {"groups_in_flight": 100}}}, "groups_in_flight", 24),
         ({"topology": {"rollout": {"gpus": 1}, "learner": {"gpus": 1}}}, "plane", "nccl"),
-        ({"topology": {"rollout": {"gpus": 0.5}, "learner": {"gpus": 0.5}}}, "plane", "gloo"),
+        ({"topology": {"rollout": {"gpus": 0.5}, "learner": {"gpus": 0.5}}}, "plane", "ipc"),
+        ({"topology": {"rollout": {"gpus": 0.7}, "learner": {"gpus": 0.5}}}, "plane", "gloo"),
+        ({"topology": {"rollout": {"gpus": 0.2, "replicas": 2}, "learner": {"gpus": 0.5}}}, "plane", "gloo"),
+        ({"topology": {"rollout": {"gpus": 0.5}, "learner": {"gpus": 0.5, "lora_rank": 8}}}, "adapters_travel", False),
         ({"topology": {"rollout": {"gpus": 1}}}, "plane", "gloo"),
         ({"weights": {"plane": "store"}}, "plane", "store"),
         ({}, "adapters_travel", False),

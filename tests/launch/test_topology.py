@@ -75,6 +75,19 @@ def test_engine_and_learner_share_one_gpu() -> None:
     assert [(p.gpus, p.gpu_share) for p in placed[:2]] == [((0,), 0.5), ((0,), 0.5)]
 
 
+def test_what_shares_a_gpu_goes_where_both_have_room() -> None:
+    config = topology({"gpus": 0.5}, {"gpus": 0.5})
+    narrow, wide = Host("narrow", (0,), 1), Host("wide", (0, 1, 2, 3), 2)
+    placed = seats(solve(config, Inventory((narrow, wide))))
+    assert (placed["learner-0"][::2], placed["rollout-0"][::2]) == (("wide", (0,)), ("wide", (0,)))
+    with pytest.raises(ConfigError) as caught:
+        solve(config, Inventory((narrow, Host("other", (0,), 1))))
+    assert str(caught.value) == (
+        "weights.plane: ipc: needs learner and engine on one GPU, here learner-0 on narrow GPU 0, rollout-0 on other "
+        "GPU 0; ask for fewer topology.learner.cpus or topology.rollout.cpus, or set weights.plane to gloo"
+    )
+
+
 def test_two_ranks_share_one_core_beside_an_engine() -> None:
     placed = solve(topology({}, {"ranks": 2, "cpus": 0.5}), TWO_CORES)
     assert [(p.name, p.cores, p.core_share, p.threads) for p in placed[:3]] == [
@@ -144,7 +157,7 @@ def test_nothing_is_ever_given_twice(
     try:
         placed = solve(config, inventory)
     except ConfigError as error:
-        assert "missing" in str(error) or "no single host" in str(error)
+        assert any(reason in str(error) for reason in ("missing", "no single host", "on one GPU"))
         return
     owned: Counter[tuple[str, int]] = Counter()
     for p in placed:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.tiny_llama import write_byte_llama
 from learner import heap
 from rollout.meeting import free_port
 
@@ -18,38 +19,21 @@ BUCKET = 8 << 20
 RANK = Path(__file__).with_name("zero3_rank.py")
 
 
-def model_of_85_mb(path: Path) -> Path:
-    """Six layers whose largest matrix has 3 MB in bfloat16."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from actors.tiny_llama import byte_tokenizer
-
-    tokenizer = byte_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=768,
-        intermediate_size=2048,
-        num_hidden_layers=6,
-        num_attention_heads=12,
-        num_key_value_heads=12,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        pad_token_id=256,
-        bos_token_id=257,
-        eos_token_id=258,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).bfloat16().save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+SHAPE = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "max_position_embeddings": 64,
+}  # 85 MB in bfloat16, 3 MB of it the largest matrix
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_memory_of_a_sending_under_zero_3(tmp_path) -> None:
-    model = model_of_85_mb(tmp_path / "model")
+    model = tmp_path / "model"
+    write_byte_llama(model, 0, "bfloat16", **SHAPE)
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port(""))}
     environment |= heap.ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     ranks = [

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,6 +45,19 @@ class Made:
             n: torch.ones_like(t) if "norm" in n else 0.05 * torch.randn(t.shape, generator=g).to(t.dtype)
             for n, t in weights.items()
         }
+
+    @staticmethod
+    def log_probs(path: Path, prompt: list[int], tokens: list[int], weights: Weights | None = None) -> np.ndarray:
+        """Of `tokens` after `prompt`, by transformers in float32, under other weights than those of the directory."""
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        if weights is not None:
+            model.load_state_dict(weights)
+        ids = torch.tensor([prompt + tokens])
+        with torch.no_grad():
+            rows = torch.log_softmax(model(ids).logits[0, len(prompt) - 1 : -1], -1)
+        return rows.gather(1, ids[0, len(prompt) :, None]).squeeze(1).numpy()
 
     @staticmethod
     def save(path: Path, source: Path, weights: Weights, **config: object) -> Path:

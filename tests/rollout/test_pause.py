@@ -61,3 +61,17 @@ async def test_close_cancels_the_timers() -> None:
     await pauses.hold("learner", 60)
     await pauses.close()
     assert pauses.holders == [] and engine.log == ["pause"]
+
+
+async def test_who_comes_during_a_pause_waits_until_the_last_holder_is_gone() -> None:
+    engine = Engine()
+    pauses = engine.pauses()
+    await pauses.over()  # nobody holds
+    token = await pauses.hold("commit", 60)
+    await pauses.hold("admin", 0.01)
+    waiting = asyncio.create_task(pauses.over())
+    while len(pauses.holders) > 1:  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    assert not waiting.done()
+    await pauses.release(token)
+    await asyncio.wait_for(waiting, 10)

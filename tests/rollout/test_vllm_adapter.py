@@ -28,6 +28,7 @@ from rollout.vllm_engine import VllmEngine, VllmSettings
 from rollout.weight_adapter import base_root
 from rollout.weight_store import WeightStore
 from rollout.weight_stream import spec_of
+from tests.rollout.traffic import lived_through_an_update, traffic
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 PROMPT, TOKENS = [72, 101, 108, 108, 111], [32, 119, 111, 114, 108, 100]
@@ -102,34 +103,22 @@ async def test_before_the_first_version_the_engine_serves_the_base(rig) -> None:
 
 
 async def test_twenty_updates_during_generation(rig) -> None:
-    answers, running, scores = [], True, [rig.learner.score()]
-
-    async def traffic(i: int) -> None:
-        k = 0
-        while running:
-            sampling = SamplingParams(40, temperature=1.0, seed=k)
-            answers.append(await rig.engine.generate(f"t{i}.{k}", [65 + i, 66], sampling, 3))
-            k += 1
-
-    tasks = [asyncio.create_task(traffic(i)) for i in range(4)]
-    for _ in range(20):
-        rig.learner.learn()
-        sent = await rig.update()
-        scores.append(rig.learner.score())
-        assert np.abs(await rig.engine.score(PROMPT, TOKENS, 1.0) - scores[-1]).max() < 1e-4, rig.version
-        assert np.abs(scores[-1] - scores[-2]).mean() > 1e-2  # or the test would prove nothing
-        assert await rig.engine.adapters() == [1]
-    running = False
-    await asyncio.wait_for(asyncio.gather(*tasks), 120)
+    scores = [rig.learner.score()]
+    async with traffic(rig.engine) as answers:
+        for _ in range(20):
+            rig.learner.learn()
+            sent = await rig.update()
+            scores.append(rig.learner.score())
+            assert np.abs(await rig.engine.score(PROMPT, TOKENS, 1.0) - scores[-1]).max() < 1e-4, rig.version
+            assert np.abs(scores[-1] - scores[-2]).mean() > 1e-2  # or the test would prove nothing
+            assert await rig.engine.adapters() == [1]
     whole = sum(w.whole().nbytes for w in named_weights(rig.learner.policy))
     assert sent.nbytes < whole / 4  # of a tiny model; adapters grow with the width, weights with its square
-    mixed = 0
-    for answer in (a for group in answers for a in group):
+    for answer in answers:
         assert answer.token_ids[-1] == 258 if answer.status is Status.FINISHED else len(answer.token_ids) == 40
         assert answer.status is not Status.FAILED
         check_spans(answer.versions, len(answer.token_ids))
-        mixed += len(answer.versions) > 1
-    assert mixed >= 20, "no answer lived through an update: the test proved nothing"
+    assert lived_through_an_update(answers) >= 20, "the test proved nothing"
 
 
 async def test_sampled_answers_are_those_of_the_learner(rig) -> None:
