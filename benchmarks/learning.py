@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import learning_table
-from benchmarks.learning_table import CHANGES, LEARNING_RATE, STALENESS, STEPS, TARGET, Cell, online
+from benchmarks.learning_table import CHANGES, LEARNING_RATE, LEARNING_RATES, STALENESS, STEPS, TARGET, Cell, online
 from benchmarks.warm_cluster import WarmCluster
 from launch.cluster import RoleDied
 from launch.config import RunConfig, load
@@ -47,8 +47,9 @@ DRAIN_S = 60.0
 
 def planned(preset: str, staleness: int, seed: int = 0, steps: int = STEPS) -> Cell:
     """The cell that is to be measured, as yet without a result."""
+    rate, changes = LEARNING_RATES.get(preset, LEARNING_RATE), CHANGES.get(preset, {})
     return Cell(
-        preset, staleness, seed, steps, LEARNING_RATE, CHANGES.get(preset, {}), held_out=(), reward=(), margin=(),
+        preset, staleness, seed, steps, rate, changes, held_out=(), reward=(), margin=(),
         staleness_mean=0.0, staleness_max=0, trained=0, dropped={}, books=False, seconds=0.0,
     )  # fmt: skip
 

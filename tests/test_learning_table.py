@@ -36,10 +36,9 @@ def test_the_page_shows_what_was_measured(measured: list[Cell]) -> None:
     )
 
 
-def test_every_preset_was_run_on_the_oldest_answers_and_every_run_reached_the_target(measured: list[Cell]) -> None:
+def test_every_preset_was_run_at_every_bound_and_every_run_reached_the_target(measured: list[Cell]) -> None:
     places = {(c.preset, c.staleness) for c in measured}
-    assert places <= {(p, s) for p in PRESETS for s in STALENESS} and len(places) == len(measured)
-    assert {p for p, s in places if s == max(STALENESS)} == set(PRESETS)
+    assert places == {(p, s) for p in PRESETS for s in STALENESS} and len(places) == len(measured)
     assert [(c.preset, c.staleness) for c in measured if not TARGET.reached(c)] == []
 
 
@@ -53,7 +52,8 @@ def test_margins_rise_where_pairs_are_learnt(measured: list[Cell]) -> None:
     of_pairs = [c for c in measured if PRESETS[c.preset].objective == "preference"]
     assert {c.preset for c in of_pairs} == {"dpo", "dpo_ipo"}
     for c in of_pairs:
-        assert len(c.margin) == STEPS and sum(c.margin[-16:]) / 16 > sum(c.margin[:4]) / 4 + 0.3, c
+        # a step whose groups are alike has no pairs
+        assert STEPS - 4 <= len(c.margin) <= STEPS and sum(c.margin[-16:]) / 16 > sum(c.margin[:4]) / 4 + 0.3, c
 
 
 def test_learning_is_a_rise_on_held_out_prompts_and_in_what_is_sampled() -> None:
