@@ -31,6 +31,7 @@ class QueueActor:
             max_bytes=self.config.max_bytes,
             retain=self.config.retain,
             events_path=Path(self.task.run_dir) / "events.jsonl",
+            alone=True,  # a run starts its queue first, and once
         )
         self.server.start()
         return self.server.endpoint

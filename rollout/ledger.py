@@ -288,6 +288,10 @@ class Ledger(Books):
         for entry in self.untaken.values():
             entry.first_lease, entry.deadline = now, now + self.settings.lease_s
 
+    def abandon(self, reason: str) -> None:
+        """After a replay, if whoever held a lease is gone as well: leases end now instead of running out."""
+        self._return([e.ordinal for e in self.untaken.values() if e.state is State.LEASED], reason, failed=False)
+
     # ---- saying what happened
 
     def _return(self, ordinals: Sequence[int], reason: str, failed: bool) -> None:

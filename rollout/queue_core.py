@@ -90,6 +90,11 @@ class QueueCore:
         if self.ledger.issued:
             self.event("queue_recovered", **self.ledger.balance(), step=self.ledger.next_step)
 
+    def forget_clients(self) -> None:
+        """Nobody who held a lease before is left; see `Ledger.abandon`."""
+        self.ledger.abandon("the run was started again")
+        self.record({})
+
     def snapshot(self) -> dict[str, Any]:
         places = [[o, *p.ref.row, p.told] for o, p in self.payloads.held.items()]
         return {"ledger": snapshot(self.ledger), "payloads": places, "retained": self.retained.rows}

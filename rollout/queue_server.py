@@ -59,10 +59,12 @@ class QueueServer:
         segment_bytes: int = SEGMENT,
         retain: Retain = 0,
         disk: Disk | None = None,
+        alone: bool = False,
     ) -> None:
+        """`alone`: no client of an earlier life of this journal is left, so their leases end at once."""
         self.settings, self.journal_dir, self.bind, self.durability = settings, Path(journal_dir), bind, durability
         self.max_bytes, self.keys, self.events_path = max_bytes, keys, events_path
-        self.segment_bytes, self.retain, self.disk = segment_bytes, retain, disk
+        self.segment_bytes, self.retain, self.disk, self.alone = segment_bytes, retain, disk, alone
         self.endpoint = ""
         self.epoch = uuid.uuid4().hex[:12]
         self._parking = Parking()
@@ -83,6 +85,8 @@ class QueueServer:
         journal = self._open_journal()
         try:
             self.core = self.core_type(self.settings, journal, self.max_bytes, self._event, self._clock.now)
+            if self.alone:
+                self.core.forget_clients()
             self._context = zmq.Context()
             self._gatekeeper = Gatekeeper(self._context, self.keys.client_public) if self.keys else None
             address = private_ipc(self.journal_dir) if self.bind == "ipc://auto" else self.bind

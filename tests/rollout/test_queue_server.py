@@ -177,6 +177,16 @@ def test_drained_reaches_every_role(client: QueueClient) -> None:
             call()
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_run_that_starts_again_does_not_wait_for_the_leases_of_the_dead(tmp_path: Path, alone: bool) -> None:
+    with QueueServer(settings(), tmp_path / "journal") as made, QueueClient(made.endpoint, "dead") as dead:
+        before = [(x.ordinal, x.attempt) for x in dead.lease(2, wait_s=5.0)]
+    with QueueServer(settings(), tmp_path / "journal", alone=alone) as made, QueueClient(made.endpoint, "a") as client:
+        found = [(x.ordinal, x.attempt) for x in client.lease(2, wait_s=5.0)]
+        assert found == [(o, 1) for o, _ in before] if alone else [(2, 0), (3, 0)]
+        assert client.stats()["conserved"]
+
+
 def test_clients_go_on_when_the_server_comes_back(tmp_path: Path) -> None:
     """Leased, generated, scored, taken and trained groups, and a call that is waiting, all survive."""
     made = QueueServer(settings(), tmp_path / "journal").start()
