@@ -74,5 +74,5 @@ class WarmCluster(Cluster):
         if kept is None:
             self._alive[placement.name] = kept = super()._actor(kind, placement, *args, **environment)
         else:
-            self._wait(kept.__ray_call__.remote(begin_again, args), f"{placement.name} to begin again")
+            self.answers.of(kept.__ray_call__.remote(begin_again, args), f"{placement.name} to begin again")
         return kept

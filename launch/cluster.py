@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from actors.rewards.descendants import kill_if_born
 from actors.role import Task, thread_environment
+from launch.answers import CALL_S, Answers, first_line
 from launch.casting import Casting
 from launch.config import RunConfig
 from launch.crew import START_S, Crew, RoleDied
@@ -27,17 +27,7 @@ from launch.topology import Placement
 
 __all__ = ["Cluster", "RoleDied"]
 
-CALL_S = 30.0
 CLOSE_S = 20.0
-
-
-def first_line(error: BaseException) -> str:
-    """What really happened, on one line: Ray wraps what an actor raised in the traceback of its task."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, BaseException):
-        return first_line(cause)
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else '(no message)'}"
 
 
 @dataclass
@@ -70,6 +60,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self._ray: Any = None
+        self.answers: Answers  # from `__enter__` on
         self.version = 0  # of the weights that the run starts from
         self._asked: Any = None
         self._sockets = ""
@@ -79,7 +70,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         import ray
 
-        self._ray = ray
+        self._ray, self.answers = ray, Answers(ray)
         self._sockets = tempfile.mkdtemp(prefix="headrace-")  # short: a socket path must stay under 107 bytes
         ray.init(
             address="local",
@@ -102,23 +93,22 @@ class Cluster:
         """Everything up to the first weights in every engine. Raises RoleDied, or what a role refused to start with."""
         self.say("starting the queue")
         queue = self._add(self._all("queue")[0])
-        self.task = replace(self.task, queue=self._wait(queue.handle.start.remote(), "the queue to start"))
+        self.task = replace(self.task, queue=self.answers.of(queue.handle.start.remote(), "the queue to start"))
         self.say("starting engines, rewards and the learner (vLLM and DeepSpeed import torch: most of a minute)")
         for role in ("rollout", "reward", "learner"):
             for placement in self._all(role):
                 self._add(placement)
         ranks = self.of("learner")
-        meeting = self._wait(ranks[0].handle.meet.remote(len(ranks)), "learner-0 to open a meeting point")
-        starts = [(r, r.handle.start.remote()) for role in ("rollout", "reward") for r in self.of(role)]
-        starts += [(r, r.handle.start.remote(meeting, self.resume)) for r in ranks]
-        *started, self.version = self._all_of(starts, "start")
-        for (r, _), answer in zip(starts, started, strict=False):
-            if r.placement.role == "rollout":
-                r.family = answer
+        meeting = self.answers.of(ranks[0].handle.meet.remote(len(ranks)), "learner-0 to open a meeting point")
+        starts = {r.name: r.handle.start.remote() for role in ("rollout", "reward") for r in self.of(role)}
+        starts |= {r.name: r.handle.start.remote(meeting, self.resume) for r in ranks}
+        *started, self.version = self.answers.of_all(starts, "start")
+        for r, answer in zip(self.of("rollout"), started, strict=False):
+            r.family = answer
         self.say("forming the weight group; every engine takes the learner's weights before it serves")
         engines = {r.name: r.handle for r in self.of("rollout")}
         rewards = [r.handle for r in self.of("reward")]
-        self._all_of([(r, r.handle.connect.remote(engines, rewards)) for r in ranks], "connect")
+        self.answers.of_all({r.name: r.handle.connect.remote(engines, rewards) for r in ranks}, "connect")
 
     def begin(self) -> None:
         """Let every loop run."""
@@ -240,21 +230,14 @@ class Cluster:
         role.loop = role.handle.run.remote()
 
     def outcome(self, reference: Any) -> str | None:
-        done, _ = self._ray.wait([reference], timeout=0, fetch_local=False)
-        if not done:
-            return None
-        try:
-            self._ray.get(reference, timeout=CALL_S)
-        except Exception as error:  # noqa: BLE001 - whatever ends a call of a dead actor is the answer
-            return first_line(error)
-        return ""
+        return self.answers.outcome(reference)
 
     # ---- end -----------------------------------------------------------------------------------------------------
 
     def call(self, role: str, method: str, *args: object, timeout_s: float = START_S) -> list[Any]:
         """Call a method on every actor of a role; their answers by index."""
-        asked = [(r, getattr(r.handle, method).remote(*args)) for r in self.of(role)]
-        return self._all_of(asked, method, timeout_s)
+        asked = {r.name: getattr(r.handle, method).remote(*args) for r in self.of(role)}
+        return self.answers.of_all(asked, method, timeout_s)
 
     def await_loops(self, roles: Iterable[str], timeout_s: float) -> list[str]:
         """Wait for loops that are about to end by themselves; the names of those that did not."""
@@ -280,32 +263,5 @@ class Cluster:
             kill_if_born(pid, born)
         self._ray.kill(role.handle)
 
-    # ---- small change ----------------------------------------------------------------------------------------------
-
     def _all(self, role: str) -> list[Placement]:
         return [p for p in self.placements if p.role == role]
-
-    def _wait(self, reference: Any, what: str) -> Any:
-        started = time.monotonic()
-        try:
-            return self._ray.get(reference, timeout=START_S)
-        except Exception as error:
-            waited = time.monotonic() - started
-            raise RoleDied(f"waited {waited:.0f} s for {what}: {first_line(error)}") from error
-
-    def _all_of(self, asked: list[tuple[Role, Any]], doing: str, timeout_s: float = START_S) -> list[Any]:
-        """Every answer, failing at the first refusal instead of waiting for the slowest role."""
-        pending = {reference: role for role, reference in asked}
-        deadline = time.monotonic() + timeout_s
-        while pending:
-            done, _ = self._ray.wait(list(pending), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
-                names = ", ".join(sorted(r.name for r in pending.values()))
-                raise RoleDied(f"waited {timeout_s:.0f} s for {names} to {doing}; see logs/")
-            role = pending.pop(done[0])
-            try:
-                self._ray.get(done[0])
-            except Exception as error:
-                why = first_line(error)
-                raise RoleDied(f"{role.name} could not {doing}: {why}; see logs/{role.name}.log") from error
-        return [self._ray.get(reference) for _, reference in asked]
