@@ -19,7 +19,7 @@ from rollout.versions import WeightManifest
 from rollout.weight_group import GlooGroup
 from rollout.weight_stream import pieces
 
-_SIP = 256 << 10
+_SIP = 1 << 20  # bytes; half of what a core keeps to itself, and few calls
 
 
 class _Ring:
