@@ -46,7 +46,7 @@ def score(endpoint: str) -> None:
 
 
 def lengths(ordinal: int) -> tuple[int, int]:
-    """Every 32nd group is so large that the client writes it into the journal's folder itself."""
+    """Every 32nd group is so large that the client writes what it hands in with it into the journal's folder itself."""
     return (8_000, 8_000) if ordinal % 32 == 0 else (64, 64)
 
 
