@@ -18,11 +18,12 @@ from pathlib import Path
 from launch.soak_power import HastyDisk, LyingDisk, PowerCutDisk
 from rollout import journal_segments
 from rollout.journal_disk import Disk
+from rollout.journal_records import group_record
 from rollout.journal_segments import HEAD, MAGIC, Tail, scan, segment_numbers, segment_path
 from rollout.ledger import Ledger
-from rollout.ledger_facts import Leased
+from rollout.ledger_facts import Generated, Leased
 from rollout.queue_core import QueueCore
-from rollout.wire import encode_group, frame_bytes, pack, unpack
+from rollout.wire import encode_group, frame_bytes, unpack
 
 SABOTAGE = ("fsync", "placed", "idempotency", "leases", "crc")
 
@@ -88,8 +89,11 @@ def _leased(folder: Path, number: int) -> list[tuple[int, int]]:
         match unpack(meta, "journal"):
             case ["snapshot", value]:
                 leased = {row[0]: row[2] for row in value["ledger"]["entries"] if row[1] == "leased"}
-            case ["group" | "placed", [_, ordinal, *_], _]:
+            case ["group", [_, ordinal, *_], _]:
                 leased.pop(ordinal, None)
+            case ["placed", rows, _]:
+                for _, ordinal, *_ in rows:
+                    leased.pop(ordinal, None)
             case ["facts", rows]:
                 for row in rows:
                     if row[0] == "Leased":
@@ -106,5 +110,5 @@ def _half_written_group(ordinal: int, attempt: int) -> bytes:
 
     group = expected_group(ordinal, attempt, 1)
     header, frames = encode_group(group)
-    meta = pack(["group", ["Generated", ordinal, attempt, group.n_tokens, 1], header])
+    meta = group_record(header, Generated(ordinal, attempt, group.n_tokens, 1))
     return HEAD.pack(MAGIC, 0, len(meta), frame_bytes(frames)) + meta + bytes(frame_bytes(frames))

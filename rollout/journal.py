@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rollout.errors import QueueError, WireError
+from rollout.errors import QueueError
 from rollout.journal_disk import Disk
 from rollout.journal_groups import read_groups
 from rollout.journal_history import archive
 from rollout.journal_memory import memory_folder
+from rollout.journal_records import header_bytes
 from rollout.journal_segments import (
     PLACED,
     TITLE,
@@ -157,12 +158,12 @@ class Journal:
             self.live[ref.segment] += 1
         return ref
 
-    def append_placed(self, meta: Buffer, place: Ref, client: str) -> Ref:
-        """Queue the record of a group whose arrays `client` has written already; both stay while it is needed."""
-        self.placed.adopt(place, client)
+    def append_placed(self, meta: Buffer, places: Sequence[Ref], client: str) -> Ref:
+        """Queue the record of groups whose arrays `client` has written already; all stay while they are needed."""
+        self.placed.adopt(places, client)
         ref = self.append(meta)
-        self.live[ref.segment] += 1
-        self.live[place.segment] += 1
+        self.live[ref.segment] += len(places)
+        self.live.update([p.segment for p in places])
         return ref
 
     def flush(self) -> None:
@@ -237,7 +238,7 @@ class Journal:
             if number < below and self.live[number] <= 0:
                 try:
                     if self.checks:
-                        archive(self.folder, number)
+                        archive(self.folder, number, to_disk=self.durability == "fsync")
                 except OSError:
                     return  # no room for the archive: the segment stays for now
                 segment_path(self.folder, number).unlink()
@@ -246,10 +247,7 @@ class Journal:
     def read(self, ref: Ref) -> tuple[bytes, memoryview]:
         """(group header, body) of a group record. Raises QueueError if it is damaged."""
         meta, body = read_record(self.folder, ref, self.checks)
-        row = unpack(meta, "journal")
-        if not (isinstance(row, list) and len(row) == 3 and row[0] == "group"):
-            raise WireError("journal", f"the record at byte {ref.offset} of segment {ref.segment} is not a group")
-        return row[2], body
+        return header_bytes(meta), body
 
     def close(self) -> None:
         if self._fd >= 0:

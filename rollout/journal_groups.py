@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 from rollout.errors import QueueError
 from rollout.journal_history import read_history
+from rollout.journal_records import generated, header_of
 from rollout.journal_segments import Ref, Tail, read_record, scan, segment_numbers, segment_path
 from rollout.types import Failed, Group, Scored, Status, TimedOut, Verdict
-from rollout.wire import decode_group, unpack
+from rollout.wire import unpack
+from rollout.wire_decode import with_arrays
 from rollout.wire_verdicts import read_verdicts
 
 Fate = Literal["any", "trained", "dropped", "open"]
@@ -81,10 +83,10 @@ def read_groups(
     """
     folder = Path(folder)
     fates = Fates(folder)
-    for value, ref in records(folder):
-        if value[0] not in ("group", "placed") or (fate != "any" and fates.of(value[1][1]) != fate):
+    for made, place in (told for value, ref in records(folder) for told in generated(value, ref)):
+        if fate != "any" and fates.of(made.ordinal) != fate:
             continue
-        group = _read(folder, value, ref)
+        group = _read(folder, made.ordinal, place)
         if group is None:
             continue
         verdicts = fates.verdicts.get(group.ordinal)
@@ -110,16 +112,14 @@ def records(folder: Path) -> Iterator[tuple[Any, Ref]]:
             continue  # deleted since they were listed: a run goes on
 
 
-def _read(folder: Path, value: list[Any], ref: Ref) -> Group | None:
-    """The group of a record, None if it has been settled and forgotten."""
-    place = Ref(*value[2]) if value[0] == "placed" else ref
+def _read(folder: Path, ordinal: int, place: Ref) -> Group | None:
+    """The group at a place, None if it has been settled and forgotten."""
     try:
-        record, body = read_record(folder, place)
+        meta, body = read_record(folder, place)
     except FileNotFoundError:
-        ordinal = value[1][1]
         if Fates(folder).of(ordinal) == "open":
             raise QueueError(
                 f"ordinal {ordinal} is open, but its arrays are gone: {segment_path(folder, place.segment)}"
             ) from None
         return None
-    return decode_group(unpack(record, "journal")[2], (body,))
+    return with_arrays(header_of(meta), (body,))

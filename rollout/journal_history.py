@@ -17,8 +17,11 @@ HISTORY = "history.log"
 KEPT = frozenset({"Dropped", "Taken", "Trained", "Committed", "Rewound", "Draining"})
 
 
-def archive(folder: Path, number: int) -> None:
-    """Copy the fates from a segment to the history, durably. Raises OSError; doing it twice is harmless."""
+def archive(folder: Path, number: int, to_disk: bool) -> None:
+    """Copy the fates from a segment to the history. Raises OSError; doing it twice is harmless.
+
+    `to_disk`: it survives a power cut when this returns, as the segment has until now.
+    """
     rows: list[Any] = []
     for meta, _ in scan(folder, number, Tail(), verify=False):
         value = unpack(meta, "journal")
@@ -32,7 +35,8 @@ def archive(folder: Path, number: int) -> None:
         try:
             while written < len(line):
                 written += os.pwrite(fd, line[written:], size + written)
-            os.fsync(fd)
+            if to_disk:
+                os.fsync(fd)
         except OSError:
             os.ftruncate(fd, size)
             raise

@@ -1,8 +1,8 @@
 """Reading payload where it lies: a client on the server's host maps the journal's files instead of having them sent.
 
 local = LocalPayloads.find(folder, epoch)     # epoch: what the server said; the file of that name must agree
-local.body([3, 4711, 2_359_360])              # segment 3, from byte 4711: a view, nothing is copied
-local.body([3, 2_364_071, 18_432])            # so little is read: mapping what has just been written costs more
+local.group([3, 4711, 118, 2_359_360])        # segment 3, a record at byte 4711: its header, and a view of its arrays
+local.group([3, 2_364_071, 118, 18_432])      # so little of a file that grows is read: mapping it anew costs more
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rollout.errors import WireError
-from rollout.journal_segments import segment_path
+from rollout.journal_records import header_of
+from rollout.journal_segments import HEAD, PLACED, segment_path
 from rollout.wire_fields import Buffer
+from rollout.wire_header import GroupHeader
 
 
 class Place(list[int]):
@@ -33,10 +35,11 @@ class OpenFile:
     """One segment or payload file, mapped as far as it was long when that was last needed."""
 
     file: BinaryIO  # closed when nobody holds it any more
+    whole: bool  # it never grows, so it is mapped once
     view: Buffer = b""
 
-    def body(self, offset: int, nbytes: int) -> Buffer:
-        if nbytes < READ_BELOW:
+    def bytes_at(self, offset: int, nbytes: int) -> Buffer:
+        if nbytes < READ_BELOW and not self.whole:
             return os.pread(self.file.fileno(), nbytes, offset)
         if len(self.view) < offset + nbytes:
             self.view = memoryview(mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -65,20 +68,21 @@ class LocalPayloads:
             self._open.clear()
             self.epoch = epoch
 
-    def body(self, place: Sequence[int]) -> Buffer:
-        """The bytes at a place. Raises WireError if they are not there (any more)."""
-        number, offset, nbytes = place
+    def group(self, place: Sequence[int]) -> tuple[GroupHeader, list[Buffer]]:
+        """(header, [body]) at [file, offset, meta bytes, body bytes]. Raises WireError, also if they are gone."""
+        number, offset, meta, body = place
         try:
-            data = (self._open.get(number) or self._open_file(number)).body(offset, nbytes)
+            start = offset + HEAD.size
+            data = memoryview((self._open.get(number) or self._open_file(number)).bytes_at(start, meta + body))
         except (OSError, ValueError) as error:
-            raise WireError("reply.places", f"segment {number} cannot be read: {error}") from error
-        if len(data) < nbytes:
-            raise WireError("reply.places", f"segment {number} ends before byte {offset + nbytes}")
-        return data
+            raise WireError("reply.places", f"file {number} cannot be read: {error}") from error
+        if len(data) < meta + body:
+            raise WireError("reply.places", f"file {number} ends before byte {start + meta + body}")
+        return header_of(data[:meta]), [data[meta:]]
 
     def _open_file(self, number: int) -> OpenFile:
         file = open(segment_path(self.folder, number), "rb", buffering=0)  # noqa: SIM115 (as long as it is held)
-        made = self._open[number] = OpenFile(file)
+        made = self._open[number] = OpenFile(file, whole=number >= PLACED)
         while len(self._open) > KEPT:
             self._open.popitem(last=False)
         return made

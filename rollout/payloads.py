@@ -23,7 +23,7 @@ class Payload:
     ref: Ref
     told: int  # the segment with the record that speaks of it: the same one, unless the client wrote the arrays
     nbytes: int
-    header: Buffer | None = None
+    header: Buffer | None = None  # as it came
     frames: Sequence[Buffer] | None = None
     tokens_end: int | None = None  # None: not yet read from the header
     counted: bool = False
@@ -43,14 +43,17 @@ class Payloads:
         self._fresh: list[Payload] = []  # not yet flushed
         self.files = not isinstance(journal, MemoryJournal)
 
-    def put(self, ordinal: int, ref: Ref, told: int, header: Buffer, frames: Sequence[Buffer], tokens_end: int) -> None:
-        payload = Payload(ref, told, ref.body, bytes(header), frames, tokens_end, counted=True)
-        self.held[ordinal] = payload
-        self.bytes_waiting += payload.nbytes
-        if payload.placed:
-            payload.frames = None
-        elif self.files:
+    def put(self, ordinal: int, ref: Ref, tokens_end: int, header: Buffer, frames: Sequence[Buffer]) -> None:
+        """A group that was sent. It stays in memory until the journal has it."""
+        self.held[ordinal] = payload = Payload(ref, ref.segment, ref.body, header, frames, tokens_end, counted=True)
+        self.bytes_waiting += ref.body
+        if self.files:
             self._fresh.append(payload)
+
+    def put_placed(self, ordinal: int, ref: Ref, tokens_end: int, told: int) -> None:
+        """A group that lies in a payload file already."""
+        self.held[ordinal] = Payload(ref, told, ref.body, None, None, tokens_end, counted=True)
+        self.bytes_waiting += ref.body
 
     def put_on_disk(self, ordinal: int, ref: Ref, told: int) -> None:
         """A group that recovery found."""
@@ -61,7 +64,7 @@ class Payloads:
     def flushed(self) -> None:
         """The journal has everything: memory need not."""
         for payload in self._fresh:
-            payload.frames = None
+            payload.header = payload.frames = None
         self._fresh.clear()
 
     def get(self, ordinal: int) -> tuple[Buffer, Sequence[Buffer]]:
@@ -75,7 +78,7 @@ class Payloads:
     def tokens_only(self, ordinal: int) -> tuple[Buffer, Sequence[Buffer]]:
         """The part a scorer reads: prompt and answer ids."""
         header, frames = self.get(ordinal)
-        left, part = self._tokens_end(ordinal, header), []
+        left, part = self._tokens_end(ordinal), []
         for frame in frames:
             if left <= 0:
                 break
@@ -83,17 +86,16 @@ class Payloads:
             left -= len(part[-1])
         return header, part
 
-    def place(self, ordinal: int, full: bool) -> tuple[Buffer, list[int]]:
-        """(header, [segment, offset, bytes]): where a client on this host finds the arrays itself."""
+    def place(self, ordinal: int, full: bool) -> list[int]:
+        """[segment, offset, meta bytes, body bytes]: where a client on this host finds header and arrays itself."""
         payload = self.held[ordinal]
-        header = payload.header if payload.header is not None else self.journal.read(payload.ref)[0]
-        nbytes = payload.nbytes if full else self._tokens_end(ordinal, header)
-        return header, [payload.ref.segment, payload.ref.body_at, nbytes]
+        nbytes = payload.nbytes if full else self._tokens_end(ordinal)
+        return [*payload.ref[:3], nbytes]
 
-    def _tokens_end(self, ordinal: int, header: Buffer) -> int:
+    def _tokens_end(self, ordinal: int) -> int:
         payload = self.held[ordinal]
         if payload.tokens_end is None:
-            payload.tokens_end = read_header(header).tokens_end
+            payload.tokens_end = read_header(self.get(ordinal)[0]).tokens_end
         return payload.tokens_end
 
     def room_for(self, nbytes: int) -> bool:

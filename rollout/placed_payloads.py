@@ -22,11 +22,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.journal_disk import Disk
+from rollout.journal_records import group_record
 from rollout.journal_segments import HEAD, MAGIC, PLACED, TITLE, Ref, placed_numbers, record_head, segment_path
-from rollout.wire import Buffer, frame_bytes, pack
+from rollout.wire import Buffer, Encoded, frame_bytes
 
 IDLE_S = 60.0  # a file without live groups that nobody has written for so long has lost its client
 ALIGN = 64  # bodies start at multiples of it, so that readers need not copy
+GAPS = [bytes(n) for n in range(ALIGN)]
 
 
 class PayloadWriter:
@@ -39,37 +41,34 @@ class PayloadWriter:
         self._fd = -1
         self._number = self._end = 0
 
-    def place_all(self, groups: Sequence[tuple[Buffer, Sequence[Buffer]]]) -> list[list[int] | None]:
-        """[file, offset, meta bytes, body bytes] of each, or None where the disk does not take it.
-
-        One write for as many groups as the present file takes.
-        """
+    def place_all(self, groups: Sequence[Encoded]) -> list[Ref]:
+        """Where each group lies now, or [] if the disk does not take them. One write per file."""
         records = [self._record(header, frames) for header, frames in groups]
-        places: list[list[int] | None] = []
+        places: list[Ref] = []
         with self._lock:
             try:
                 while len(places) < len(records):
                     places += self._write_some(records[len(places) :])
             except OSError:
-                places += [None] * (len(records) - len(places))
+                return []
         return places
 
     def _record(self, header: Buffer, frames: Sequence[Buffer]) -> tuple[Buffer, Buffer, Sequence[Buffer], int]:
-        meta = pack(["group", [], bytes(header)])
+        meta = group_record(header)
         return record_head(meta, frames, self.checks), meta, frames, frame_bytes(frames)
 
-    def _write_some(self, records: Sequence[tuple[Buffer, Buffer, Sequence[Buffer], int]]) -> list[list[int] | None]:
+    def _write_some(self, records: Sequence[tuple[Buffer, Buffer, Sequence[Buffer], int]]) -> list[Ref]:
         if self._fd < 0 or self._end >= self.file_bytes:
             self._open_next()
-        places: list[list[int] | None] = []
+        places: list[Ref] = []
         pieces: list[Buffer] = []
         end = self._end
         for head, meta, frames, body in records:
             if places and end >= self.file_bytes:
                 break
             gap = -(end + HEAD.size + len(meta)) % ALIGN
-            pieces += (bytes(gap), head, meta, *frames)
-            places.append([self._number, end + gap, len(meta), body])
+            pieces += (GAPS[gap], head, meta, *frames)
+            places.append(Ref(self._number, end + gap, len(meta), body))
             end += gap + HEAD.size + len(meta) + body
         self._disk.write(self._fd, pieces, self._end)
         self._end = end
@@ -106,33 +105,29 @@ class PlacedFiles:
         self._unsynced: set[int] = set()
         self._folder_unsynced = False
 
-    def holds(self, place: Ref) -> bool:
-        """Whether a record of just these lengths lies there."""
-        if place.segment < PLACED:
-            return False
+    def holds(self, places: Sequence[Ref]) -> bool:
+        """Whether records of just these lengths lie there."""
         try:
-            fd = self._open(place.segment)
-            head, size = os.pread(fd, HEAD.size, place.offset), os.fstat(fd).st_size
+            sizes = {n: os.fstat(self._open(n)).st_size if n >= PLACED else 0 for n in {p.segment for p in places}}
+            heads = [os.pread(self._open(p.segment), HEAD.size, p.offset) for p in places if p.end <= sizes[p.segment]]
         except OSError:
             return False
-        if len(head) < HEAD.size or place.end > size:
-            return False
-        magic, _, meta, body = HEAD.unpack(head)
-        return (magic, meta, body) == (MAGIC, place.meta, place.body)
+        wanted = [(MAGIC, p.meta, p.body) for p in places]
+        return [(magic, meta, body) for magic, _, meta, body in map(HEAD.unpack, heads)] == wanted
 
     def _open(self, number: int) -> int:
         if number not in self._fds:
             self._fds[number] = os.open(segment_path(self.folder, number), os.O_RDONLY | os.O_CLOEXEC)
         return self._fds[number]
 
-    def adopt(self, place: Ref, client: str) -> None:
-        """A record that `holds` has found becomes part of the journal."""
-        number = place.segment
-        self._folder_unsynced |= number not in self._known
-        self._known.add(number)
-        self._latest[client] = number
-        self._unsynced.add(number)
-        self.nbytes += place.end - place.offset
+    def adopt(self, places: Sequence[Ref], client: str) -> None:
+        """Records that `holds` has found become part of the journal."""
+        numbers = {p.segment for p in places}
+        self._folder_unsynced |= not numbers <= self._known
+        self._known |= numbers
+        self._unsynced |= numbers
+        self._latest[client] = places[-1].segment
+        self.nbytes += sum([p.end - p.offset for p in places])
 
     def sync(self, to_disk: bool) -> None:
         """What was adopted survives as much as was promised when this returns. Raises OSError; call it again."""

@@ -12,17 +12,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from rollout import queue_said as said
 from rollout.errors import DeadlineError, Drained, QueueError, WireError
+from rollout.journal_segments import Ref
 from rollout.ledger_states import Lease
-from rollout.local_payloads import LocalPayloads, Place
+from rollout.local_payloads import LocalPayloads
 from rollout.placed_payloads import PayloadWriter
 from rollout.queue_asking import Asking, Plan, Work
 from rollout.queue_connection import BEAT, Connection
 from rollout.queue_keys import ClientKeys
-from rollout.queue_protocol import WAIT_SLICE, Answer, pack_blobs, split_blobs
+from rollout.queue_protocol import WAIT_SLICE, Answer, split_blobs
 from rollout.types import Group, Verdict
-from rollout.wire import Buffer, decode_group, encode_group, frame_bytes
-from rollout.wire_verdicts import read_verdicts, verdicts_row
+from rollout.wire import Buffer, Encoded, GroupHeader, encode_briefly, frame_bytes, read_header
+from rollout.wire_decode import with_arrays
+from rollout.wire_verdicts import read_verdicts_table
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +99,7 @@ class Calls(Asking):
 
     def trained(self, step: int, version: int, skipped_ordinals: Iterable[int] = (), live: bool = False) -> Any:
         """The step is done. `live`: the engines serve `version` already, so release it in the same breath."""
-        return self._drive(self._do("trained", **_trained(step, version, skipped_ordinals, live)))
+        return self._drive(self._do("trained", **said.trained(step, version, skipped_ordinals, live)))
 
     def trained_then_take(
         self,
@@ -109,7 +112,7 @@ class Calls(Asking):
         wait_s: float = 600.0,
     ) -> Any:
         """`trained(step, ...)`, then `take(step + 1, ...)`: list[Group]."""
-        done = _trained(step, version, skipped_ordinals, live)
+        done = said.trained(step, version, skipped_ordinals, live)
         return self._drive(self._trained_then_take(done, rank, world, wait_s))
 
     def release(self, version: int) -> Any:
@@ -155,12 +158,11 @@ class Calls(Asking):
         self, groups: list[Group], ask: Callable[[dict[str, Any], Sequence[Buffer]], Plan[tuple[Answer, str]]]
     ) -> Plan[tuple[Answer, str]]:
         """Submit by `ask` until the server has room, and end the leases."""
-        encoded = [encode_group(g) for g in groups]
+        made = [encode_briefly(g) for g in groups]
+        encoded = [e for e, _ in made]
         places = yield from self._placed(encoded)
         while True:
-            sent = [(h, () if place else f) for (h, f), place in zip(encoded, places, strict=True)]
-            counts, blobs = pack_blobs(sent)
-            args = {"groups": counts, "places": places} if any(places) else {"groups": counts}
+            args, blobs = said.placed([b for _, b in made], groups, places) if places else said.sent(encoded)
             try:
                 answer, why = yield from ask(args, blobs)
             except Drained:  # said to what follows: the groups are in
@@ -168,7 +170,7 @@ class Calls(Asking):
                 raise
             if "unplaced" in answer.ok and self._writer:
                 self._writer.abandon()
-                places = [None] * len(places)
+                places = []
                 continue
             if "busy" not in answer.ok:
                 self._end_leases(groups)
@@ -184,11 +186,11 @@ class Calls(Asking):
     def _insist_alone(self, op: str, args: dict[str, Any], blobs: Sequence[Buffer]) -> Plan[tuple[Answer, str]]:
         return (yield from self._insist(op, args, blobs)), ""
 
-    def _placed(self, encoded: Sequence[tuple[bytes, list[Buffer]]]) -> Plan[list[list[int] | None]]:
-        """Write many bytes where the server would, if this is its host: the place of each, None for those to send."""
+    def _placed(self, encoded: Sequence[Encoded]) -> Plan[list[Ref]]:
+        """Write many bytes where the server would, if this is its host: the place of each; [] if they must be sent."""
         yield from self._locally()
-        if self._writer is None or sum(frame_bytes(frames) for _, frames in encoded) < self._place_from:
-            return [None] * len(encoded)
+        if self._writer is None or sum([frame_bytes(frames) for _, frames in encoded]) < self._place_from:
+            return []
         return (yield Work(partial(self._writer.place_all, encoded)))
 
     def _give_back(self, ordinals: list[int], reason: str, failed: bool) -> Plan[None]:
@@ -203,9 +205,8 @@ class Calls(Asking):
         return (yield from self._opened(answer)) if answer else []
 
     def _score(self, verdicts: Mapping[int, Sequence[Verdict]]) -> Plan[dict[int, str]]:
-        rows = [[ordinal, verdicts_row(values)] for ordinal, values in verdicts.items()]
         try:
-            answer = yield from self._insist("score", {"verdicts": rows})
+            answer = yield from self._insist("score", said.scored(verdicts))
         finally:
             self.connection.scoring.difference_update(verdicts)
         return dict(zip(verdicts, answer.ok["outcomes"], strict=True))
@@ -213,10 +214,9 @@ class Calls(Asking):
     def _score_then_lease(
         self, verdicts: Mapping[int, Sequence[Verdict]], n: int, wait_s: float, full: bool
     ) -> Plan[list[Group]]:
-        rows = [[ordinal, verdicts_row(values)] for ordinal, values in verdicts.items()]
         asked = {"n": n, "full": full, "local": (yield from self._locally())}
         try:
-            answer, _ = yield from self._insist_then("score", {"verdicts": rows}, "lease_scoring", asked, wait_s, ())
+            answer, _ = yield from self._insist_then("score", said.scored(verdicts), "lease_scoring", asked, wait_s, ())
         finally:
             self.connection.scoring.difference_update(verdicts)
         return (yield from self._opened(answer)) if "ordinals" in answer.ok else []
@@ -248,31 +248,32 @@ class Calls(Asking):
                 self._writer = PayloadWriter(local.folder, file_bytes, checks)
         return bool(self._local)
 
-    def _bodies(self, answer: Answer) -> list[tuple[Buffer, Sequence[Any]]]:
-        """(header, frames) of each group; frames that lie in the journal are fetched when they are decoded."""
-        if "places" not in answer.ok:
-            return split_blobs(answer.ok["groups"], answer.blobs, "reply")
-        if isinstance(self._local, LocalPayloads):
-            self._local.of_life(answer.epoch)
-        return [(header, Place(place)) for header, place in zip(answer.blobs, answer.ok["places"], strict=True)]
-
     def _opened(self, answer: Answer) -> Plan[list[Group]]:
         """The groups; one whose arrays are not what they must be is taken out of the run, with a reason."""
-        ordinals, blobs = answer.ok["ordinals"], self._bodies(answer)
-        rows = answer.ok.get("verdicts") or [None] * len(ordinals)
+        ordinals, table = answer.ok["ordinals"], answer.ok.get("verdicts")
+        nobody = [None] * len(ordinals)
+        judged = nobody if table is None else read_verdicts_table(table, len(ordinals), "reply.verdicts")
+        found, read = self._found(answer)
         groups, bad = [], {}
-        for ordinal, (header, frames), row in zip(ordinals, blobs, rows, strict=True):
+        for ordinal, where, verdicts in zip(ordinals, found, judged, strict=True):
             try:
-                judged = None if row is None else read_verdicts(row, "reply.verdicts")
-                if isinstance(frames, Place) and isinstance(self._local, LocalPayloads):
-                    frames = [self._local.body(frames)]
-                groups.append(decode_group(header, frames, judged))
+                header, frames = read(where)
+                if header.ordinal != ordinal:
+                    raise WireError("group.ordinal", f"{header.ordinal} where {ordinal} should be")
+                groups.append(with_arrays(header, frames, verdicts))
             except WireError as error:
                 bad[ordinal] = str(error)
         if bad:
             log.error("%s drops groups that cannot be read: %s", self.holder, bad)
             yield from self._insist("drop", {"ordinals": list(bad), "reason": "unreadable"})
         return groups
+
+    def _found(self, answer: Answer) -> tuple[Sequence[Any], Callable[[Any], tuple[GroupHeader, Sequence[Buffer]]]]:
+        """Where each group is, in this folder or in the answer, and how it is read there."""
+        if isinstance(self._local, LocalPayloads) and "places" in answer.ok:
+            self._local.of_life(answer.epoch)
+            return answer.ok["places"], self._local.group
+        return split_blobs(answer.ok["groups"], answer.blobs, "reply"), _read
 
     def _do(self, op: str, **args: Any) -> Plan[None]:
         yield from self._insist(op, args)
@@ -281,6 +282,5 @@ class Calls(Asking):
         return (yield from self._insist("stats", {})).ok["stats"]
 
 
-def _trained(step: int, version: int, skipped: Iterable[int], live: bool) -> dict[str, Any]:
-    args = {"step": step, "version": version, "skipped": list(skipped)}
-    return {**args, "live": True} if live else args
+def _read(blob: tuple[Buffer, Sequence[Buffer]]) -> tuple[GroupHeader, Sequence[Buffer]]:
+    return read_header(blob[0]), blob[1]

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rollout.errors import QueueError, WireError
 from rollout.journal import Journal
+from rollout.journal_records import generated, group_record, placed_record
 from rollout.journal_segments import Ref
 from rollout.ledger import Ledger
 from rollout.ledger_facts import Committed, Dropped, Fact, Generated, Trained
@@ -22,13 +24,13 @@ from rollout.ledger_snapshot import restore, snapshot
 from rollout.ledger_states import LedgerSettings, State
 from rollout.payloads import Payloads
 from rollout.queue_figures import describe, tell
-from rollout.queue_intake import Stored, read_groups, read_leases, read_scores
+from rollout.queue_intake import Placed, Sent, read_groups, read_leases, read_scores
 from rollout.queue_protocol import Request, pack_blobs
 from rollout.retention import Retention
 from rollout.selection import Waiting
 from rollout.wire import Buffer, pack
 from rollout.wire_facts import fact_row, read_fact
-from rollout.wire_verdicts import verdicts_row
+from rollout.wire_verdicts import verdicts_table
 
 LETS_GO = (Dropped, Trained, Committed)
 Event = Callable[..., object]  # event("dropped", ordinals=[17], reason="stale")
@@ -78,13 +80,10 @@ class QueueCore:
                     self.ledger.apply(fact)
                     if type(fact) in LETS_GO:
                         self._let_go(fact)
-            elif kind in ("group", "placed"):
-                made = read_fact(first)
-                if not isinstance(made, Generated):
-                    raise WireError("journal", f"a group record holds a {type(made).__name__}")
-                self.ledger.apply(made)
-                place = Ref(*value[2]) if kind == "placed" else ref
-                self.payloads.put_on_disk(made.ordinal, place, ref.segment)
+            else:
+                for made, place in generated(value, ref):
+                    self.ledger.apply(made)
+                    self.payloads.put_on_disk(made.ordinal, place, ref.segment)
         for torn in self.journal.torn:
             self.event("journal_torn", segment=torn.segment, dropped_bytes=torn.dropped, reason=torn.why)
         if self.ledger.issued:
@@ -120,18 +119,21 @@ class QueueCore:
 
     def submit(self, r: Request, now: float) -> Reply | Waiting:
         groups = read_groups(r, self.ledger.settings.group_size)
-        outcomes = [self.ledger.check_submit(h.ordinal, h.attempt, r.holder) for h, *_ in groups]
-        arriving = sum(h.body for (h, *_), o in zip(groups, outcomes, strict=True) if o == "accepted")
-        if not self._admits(arriving, [h.ordinal for h, *_ in groups]):
+        outcomes = [self.ledger.check_submit(g.brief.ordinal, g.brief.attempt, r.holder) for g in groups]
+        pairs: Iterable[tuple[Sent | Placed, str]] = zip(groups, outcomes, strict=True)
+        accepted = {g.brief.ordinal: g for g, outcome in pairs if outcome == "accepted"}
+        arriving = sum([g.nbytes for g in accepted.values()])
+        if not self._admits(arriving, [g.brief.ordinal for g in groups]):
             return Reply({"busy": arriving}, done=False)
-        accepted = [g for g, o in zip(groups, outcomes, strict=True) if o == "accepted"]
-        if not all(self.journal.placed.holds(place) for *_, place in accepted if place):
+        if not self.journal.placed.holds([g.place for g in accepted.values() if isinstance(g, Placed)]):
             return Reply({"unplaced": True}, done=False)
-        for header, *_ in accepted:
-            self.ledger.submit(header.ordinal, header.attempt, r.holder, header.n_tokens, header.oldest_version, now)
-            if header.all_judged is not None:
-                self.ledger.score(header.ordinal, header.all_judged, now)
-        self.record({group[0].ordinal: group for group in accepted}, r.client)
+        for ordinal, g in accepted.items():
+            b = g.brief
+            self.ledger.submit(ordinal, b.attempt, r.holder, b.n_tokens, b.oldest_version, now)
+        for ordinal, g in accepted.items():
+            if g.verdicts is not None:
+                self.ledger.score(ordinal, g.verdicts, now)
+        self.record(accepted, r.client)
         return Reply({"outcomes": outcomes})
 
     def _admits(self, arriving: int, ordinals: Sequence[int]) -> bool:
@@ -180,20 +182,20 @@ class QueueCore:
             worst = max(self.staleness["max_ever"], *ages)
             self.staleness = {"mean": sum(ages) / len(ages), "max": max(ages), "max_ever": worst}
         found, answer = self._send_groups(self.ledger.share(step, rank, world), r.bool("local"), full=True)
-        answer.ok["verdicts"] = [verdicts_row(self.ledger.entries[o].verdicts) for o in found]
+        answer.ok["verdicts"] = verdicts_table([self.ledger.entries[o].verdicts for o in found])
         return answer
 
     def _send_groups(self, ordinals: Iterable[int], local: bool, full: bool) -> tuple[list[int], Reply]:
         """Groups with their arrays or, for a client on this host, with the places where it finds them."""
-        local = local and self.payloads.files
-        if local:
-            placed = [(o, g) for o in ordinals if (g := self._readable(o, lambda o: self.payloads.place(o, full)))]
-            found, headers = [o for o, _ in placed], [header for _, (header, _) in placed]
-            return found, Reply({"ordinals": found, "places": [p for _, (_, p) in placed]}, headers)
-        read = self.payloads.get if full else self.payloads.tokens_only
+        if local and self.payloads.files:
+            read: Callable[[int], Any] = partial(self.payloads.place, full=full)
+        else:
+            read = self.payloads.get if full else self.payloads.tokens_only
         groups = [(o, g) for o in ordinals if (g := self._readable(o, read))]
-        counts, blobs = pack_blobs([g for _, g in groups])
-        found = [o for o, _ in groups]
+        found, read_ones = [o for o, _ in groups], [g for _, g in groups]
+        if local and self.payloads.files:
+            return found, Reply({"ordinals": found, "places": read_ones})
+        counts, blobs = pack_blobs(read_ones)
         return found, Reply({"ordinals": found, "groups": counts}, blobs)
 
     def _readable(self, ordinal: int, read: Callable[[int], Any]) -> Any:
@@ -244,25 +246,41 @@ class QueueCore:
         self.ledger.expire(now)
         self.record({})
 
-    def record(self, groups: Mapping[int, Stored], client: str = "") -> None:
+    def record(self, groups: Mapping[int, Sent | Placed], client: str = "") -> None:
         """Journal what the ledger has stated since the last time, in order."""
         if not self.ledger.facts:
             return
         facts, self.ledger.facts = self.ledger.facts, []
         self.changes += 1
+        placed: list[tuple[Generated, Placed]] = []
         for fact in facts:
             if isinstance(fact, Generated):
-                self._write_rows()
-                header, raw, frames, place = groups[fact.ordinal]
-                if place is None:
-                    told = place = self.journal.append(pack(["group", fact_row(fact), bytes(raw)]), frames)
+                group = groups[fact.ordinal]
+                if isinstance(group, Placed):
+                    placed.append((fact, group))
                 else:
-                    told = self.journal.append_placed(pack(["placed", fact_row(fact), place.row]), place, client)
-                self.payloads.put(fact.ordinal, place, told.segment, raw, frames, header.tokens_end)
-            else:
-                self._rows.append(fact_row(fact))
-                self._let_go(fact)
-                tell(self.event, fact)
+                    self._record_sent(fact, group)
+                continue
+            self._record_placed(placed, client)
+            placed = []
+            self._rows.append(fact_row(fact))
+            self._let_go(fact)
+            tell(self.event, fact)
+        self._record_placed(placed, client)
+
+    def _record_sent(self, fact: Generated, group: Sent) -> None:
+        self._write_rows()
+        ref = self.journal.append(group_record(group.header, fact), group.frames)
+        self.payloads.put(fact.ordinal, ref, group.brief.tokens_end, group.header, group.frames)
+
+    def _record_placed(self, groups: Sequence[tuple[Generated, Placed]], client: str) -> None:
+        if not groups:
+            return
+        self._write_rows()
+        places = [g.place for _, g in groups]
+        told = self.journal.append_placed(placed_record([fact for fact, _ in groups], places), places, client).segment
+        for fact, g in groups:
+            self.payloads.put_placed(fact.ordinal, g.place, g.brief.tokens_end, told)
 
     def _write_rows(self) -> None:
         if self._rows:

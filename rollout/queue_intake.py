@@ -3,53 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from rollout.errors import LedgerError, WireError
-from rollout.journal_segments import Ref
+from rollout.journal_segments import PLACED, Ref
 from rollout.queue_protocol import Request, split_blobs
 from rollout.types import Verdict
-from rollout.wire import GroupHeader, frame_bytes, read_header
-from rollout.wire_fields import Buffer
-from rollout.wire_verdicts import read_verdicts
-
-# header as read, as it came, the frames, and where the client has written them if they did not come
-Stored = tuple[GroupHeader, Buffer, Sequence[Buffer], Ref | None]
+from rollout.wire import frame_bytes, read_header
+from rollout.wire_brief import Brief, read_briefs
+from rollout.wire_fields import Buffer, Fields
+from rollout.wire_verdicts import read_verdicts_table
 
 
-def read_groups(r: Request, group_size: int) -> list[Stored]:
-    """The groups of a submit, each checked against its own header; the arrays stay closed."""
-    groups: list[Stored] = []
-    blobs = split_blobs(r.ints("groups", 0, 1 << 20, most=1 << 16), r.blobs, "request")
-    for i, ((raw, frames), place) in enumerate(zip(blobs, read_places(r, len(blobs)), strict=True)):
-        header = read_header(raw)
-        nbytes = frame_bytes(frames) if place is None else place.body
-        if nbytes != header.body:
-            raise WireError(f"groups[{i}].frames", f"{nbytes} bytes, its header says {header.body}")
-        if len(header.lengths) != group_size:
-            detail = f"{len(header.lengths)} trajectories, group_size is {group_size}"
-            raise LedgerError(header.ordinal, "leased", "submit", detail)
-        groups.append((header, raw, frames, place))
-    if len({h.ordinal for h, *_ in groups}) != len(groups):
-        raise WireError("request.groups", "the same ordinal twice in one message")
+class Sent(NamedTuple):
+    """A group that came with its arrays."""
+
+    brief: Brief
+    header: Buffer
+    frames: Sequence[Buffer]
+    nbytes: int
+    verdicts: Sequence[Verdict] | None  # if it came judged
+
+
+class Placed(NamedTuple):
+    """A group whose header and arrays its client has written into the journal's folder."""
+
+    brief: Brief
+    place: Ref
+    verdicts: Sequence[Verdict] | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.place.body
+
+
+def read_groups(r: Request, group_size: int) -> Sequence[Sent] | Sequence[Placed]:
+    """The groups of a submit, each checked against what is said of it; the arrays stay closed."""
+    groups = _read_placed(r) if "places" in r.value else _read_sent(r)
+    _check_groups(groups, group_size)
     return groups
 
 
-def read_places(r: Request, n: int) -> list[Ref | None]:
-    """[[file, offset, meta bytes, body bytes] or None, ...]: one for each group, or the field is missing."""
-    if "places" not in r.value:
-        return [None] * n
-    places: list[Ref | None] = []
-    for i, row in enumerate(r.list("places", exactly=n)):
-        if row is None:
-            places.append(None)
-        elif isinstance(row, list) and len(row) == 4 and all(type(x) is int and 0 <= x < 1 << 62 for x in row):
-            places.append(Ref(*row))
-        else:
-            raise WireError(f"request.places[{i}]", "not [file, offset, meta bytes, body bytes]")
-    return places
+def _read_sent(r: Request) -> list[Sent]:
+    groups = []
+    blobs = split_blobs(r.ints("groups", 0, 1 << 20, most=1 << 16), r.blobs, "request")
+    for i, (raw, frames) in enumerate(blobs):
+        header, nbytes = read_header(raw), frame_bytes(frames)
+        if nbytes != header.body:
+            raise WireError(f"groups[{i}].frames", f"{nbytes} bytes, its header says {header.body}")
+        groups.append(Sent(Brief.of(header), raw, frames, nbytes, header.all_judged))
+    return groups
 
 
-def read_leases(r: Request) -> dict[int, int]:
+def _read_placed(r: Request) -> list[Placed]:
+    briefs = read_briefs(Fields(r.get("briefs"), "request.briefs"))
+    f, n = Fields.of_row(r.get("places"), "request.places", Ref._fields), len(briefs)
+    places = list(map(Ref, *[f.ints(name, 0, 1 << 62, exactly=n) for name in Ref._fields]))
+    for brief, place in zip(briefs, places, strict=True):
+        if place.segment < PLACED or place.body < brief.tokens_end:
+            raise WireError("request.places", f"{place} is no place of a group with {brief.n_tokens} tokens")
+    judged = dict(read_scores(Fields(r.get("judged"), "request.judged"))) if "judged" in r.value else {}
+    return [Placed(brief, place, judged.get(brief.ordinal)) for brief, place in zip(briefs, places, strict=True)]
+
+
+def _check_groups(groups: Sequence[Sent] | Sequence[Placed], group_size: int) -> None:
+    seen = set()
+    for brief, verdicts in [(g.brief, g.verdicts) for g in groups]:
+        if brief.answers != group_size:
+            detail = f"{brief.answers} trajectories, group_size is {group_size}"
+            raise LedgerError(brief.ordinal, "leased", "submit", detail)
+        if verdicts is not None and len(verdicts) != brief.answers:
+            raise WireError("request.verdicts", f"{len(verdicts)} verdicts for {brief.answers} trajectories")
+        if brief.ordinal in seen:
+            raise WireError("request.groups", f"ordinal {brief.ordinal} twice in one message")
+        seen.add(brief.ordinal)
+
+
+def read_leases(r: Fields) -> dict[int, int]:
     """[[ordinal, attempt], ...] of a request."""
     leases = {}
     for i, row in enumerate(r.list("leases")):
@@ -59,11 +89,8 @@ def read_leases(r: Request) -> dict[int, int]:
     return leases
 
 
-def read_scores(r: Request) -> list[tuple[int, Sequence[Verdict]]]:
-    """[[ordinal, verdicts], ...] of a request."""
-    scores = []
-    for i, row in enumerate(r.list("verdicts")):
-        if not isinstance(row, list) or len(row) != 2 or type(row[0]) is not int:
-            raise WireError(f"request.verdicts[{i}]", "not [ordinal, verdicts]")
-        scores.append((row[0], read_verdicts(row[1], f"request.verdicts[{i}]")))
-    return scores
+def read_scores(f: Fields) -> list[tuple[int, Sequence[Verdict]]]:
+    """Ordinals and the table of their verdicts."""
+    ordinals = f.ints("ordinals", 0, 1 << 62)
+    table = read_verdicts_table(f.get("verdicts"), len(ordinals), f"{f.path}.verdicts")
+    return list(zip(ordinals, table, strict=True))

@@ -46,6 +46,9 @@ class ScoreColumns(Sequence[Scored]):
         """One component of each, or the value where it is not named or not there."""
         return self.components.get(name, self.values) if name else self.values
 
+    def part(self, start: int, stop: int) -> ScoreColumns:
+        return ScoreColumns(self.values[start:stop], {name: c[start:stop] for name, c in self.components.items()})
+
     def _all(self) -> tuple[Scored, ...]:
         if self._made is None:
             names = tuple(self.components)

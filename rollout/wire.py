@@ -20,13 +20,14 @@ pickled or evaluated, sizes and nesting are bounded, and bytes that are no valid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rollout.errors import WireError
 from rollout.types import Group, Trajectory
 from rollout.wire_body import check_finite
+from rollout.wire_brief import Brief
 from rollout.wire_decode import decode_group
 from rollout.wire_fields import Buffer, frame_bytes
 from rollout.wire_header import DTYPES, SCHEMA, STATUSES, GroupHeader, read_header
@@ -40,29 +41,40 @@ POSITIONS = {status: i for i, status in enumerate(STATUSES)}
 INT32, FLOAT32, BOOL = (np.dtype(name) for name in ("<i4", "<f4", "|b1"))
 
 
-def encode_group(group: Group) -> tuple[bytes, list[Buffer]]:
-    """(header, frames). Large frames are views of the group's arrays: do not change these until they are sent."""
+class Encoded(NamedTuple):
+    """A group as bytes. Large frames are views of the group's arrays: do not change these until they are sent."""
+
+    header: bytes
+    frames: list[Buffer]
+
+
+def encode_group(group: Group) -> Encoded:
+    """Raises WireError for what must not travel."""
+    return encode_briefly(group)[0]
+
+
+def encode_briefly(group: Group) -> tuple[Encoded, Brief]:
+    """The group as bytes, and what a server that does not open it must know."""
     items = tuple(group.trajectories)
     prompt = _array(group.prompt_ids, INT32, "prompt_ids")
     usual = all(map(_is_usual, items))
     for i, t in () if usual else enumerate(items):
         _check(t, i)
-    tokens = [t.token_ids for t in items]
     logprobs = [t.behaviour_logprobs for t in items]
-    masks = [t.loss_mask for t in items]
     extras, extra_rows = ((), ()) if usual else _extras(items)
-    lengths = [a.size for a in tokens]
-    nbytes = prompt.nbytes + 9 * sum(lengths) + sum(a.nbytes for a in extras)
-    pieces = (prompt, *tokens, *logprobs, *masks, *extras)
+    lengths = [t.token_ids.size for t in items]
+    n_tokens, tokens_end = sum(lengths), prompt.nbytes + 4 * sum(lengths)
+    nbytes = tokens_end + 5 * n_tokens + sum([a.nbytes for a in extras])
+    pieces = (prompt, *[t.token_ids for t in items], *logprobs, *[t.loss_mask for t in items], *extras)
     if nbytes <= ONE_FRAME:
         frames: list[Buffer] = [_joined(pieces)]
-        n = sum(lengths)
-        logprobs = [np.frombuffer(frames[0], FLOAT32, n, prompt.nbytes + 4 * n)]
+        logprobs = [np.frombuffer(frames[0], FLOAT32, n_tokens, tokens_end)]
     else:
         frames = [np.ascontiguousarray(c).reshape(-1).view(np.uint8).data for c in pieces if c.nbytes]
     for i, values in enumerate(logprobs):
         check_finite(values, f"trajectories[{i}].behaviour_logprobs")
     verdicts = [t.verdict for t in items]
+    versions = _runs(items)
     header = {
         "schema": SCHEMA,
         "ordinal": group.ordinal,
@@ -70,13 +82,15 @@ def encode_group(group: Group) -> tuple[bytes, list[Buffer]]:
         "prompt": len(prompt),
         "lengths": lengths,
         "statuses": [POSITIONS[t.status] for t in items],
-        "versions": _runs(items),
+        "versions": versions,
         "extras": extra_rows,
         "notes": {str(i): dict(t.notes) for i, t in enumerate(items) if t.notes},
         "verdicts": verdicts_row(verdicts) if any(verdicts) else None,
         "body": nbytes,
     }
-    return pack(header), frames
+    oldest = versions if isinstance(versions, int) else group.oldest_version
+    brief = Brief(group.ordinal, group.attempt, len(items), n_tokens, oldest, tokens_end)
+    return Encoded(pack(header), frames), brief
 
 
 def _joined(pieces: Sequence[np.ndarray]) -> bytes:

@@ -78,7 +78,11 @@ def decode_group(data: Buffer, frames: Sequence[Buffer], verdicts: Sequence[Verd
 
     Frames that hold only the token ids (what a scorer gets) make a group with zero log-probs and an all-true mask.
     """
-    header = read_header(data)
+    return with_arrays(read_header(data), frames, verdicts)
+
+
+def with_arrays(header: GroupHeader, frames: Sequence[Buffer], verdicts: Sequence[Verdict] | None = None) -> Group:
+    """`decode_group` for a header that has been read. Raises WireError."""
     body, lengths, total = Body(frames), header.lengths, header.n_tokens
     whole = body.nbytes == header.body
     if not whole and body.nbytes != header.tokens_end:

@@ -71,7 +71,11 @@ class GroupHeader:
 
 def read_header(data: Buffer) -> GroupHeader:
     """Raises WireError naming the field."""
-    value = unpack(data, "group")
+    return check_header(unpack(data, "group"))
+
+
+def check_header(value: Any) -> GroupHeader:
+    """The header of a map that may hold anything. Raises WireError naming the field."""
     return usual_header(value) or careful_header(value)
 
 

@@ -67,15 +67,46 @@ def read_verdicts(row: Any, field: str) -> Sequence[Verdict]:
 def read_optional_verdicts(row: Any, field: str) -> Sequence[Verdict | None]:
     """Scores come as columns: each becomes an object when it is touched."""
     match row:
-        case ["scored", list(values), dict(columns)] if all(
-            isinstance(name, str) and isinstance(c, list) and len(c) == len(values) for name, c in columns.items()
-        ):
-            if not (_finite(*values) and all(_finite(*c) for c in columns.values())):
-                raise WireError(field, "a value is not a finite number")
-            return ScoreColumns(values, columns)
+        case ["scored", list(values), dict(columns)]:
+            return _scores(values, columns, field)
         case ["mixed", list(rows)]:
             return tuple(None if r is None else read_verdict(r, f"{field}[{i}]") for i, r in enumerate(rows))
     raise WireError(field, f"not verdicts: {str(row)[:80]}")
+
+
+def verdicts_table(groups: Sequence[Sequence[Verdict]]) -> list[Any]:
+    """The verdicts of many groups. All scored, as many in each, in the same components: they travel end to end,
+
+    ["scored", 2, [1.0, 0.0, 0.5, 0.5], {"exact": [1.0, 0.0, 0.0, 1.0]}]      otherwise      ["each", [row, row]]
+    """
+    rows = list(map(verdicts_row, groups))
+    if rows and all(row[0] == "scored" for row in rows):
+        shapes = {(len(values), *columns) for _, values, columns in rows}
+        if len(shapes) == 1:
+            ((n, *names),) = shapes
+            columns = {name: [x for row in rows for x in row[2][name]] for name in names}
+            return ["scored", n, [x for row in rows for x in row[1]], columns]
+    return ["each", rows]
+
+
+def read_verdicts_table(table: Any, n_groups: int, field: str) -> list[Sequence[Verdict]]:
+    """For each group one verdict per trajectory. Raises WireError."""
+    match table:
+        case ["scored", int(n), list(values), dict(columns)] if n > 0 and len(values) == n * n_groups:
+            whole = _scores(values, columns, field)
+            return [whole.part(at, at + n) for at in range(0, len(values), n)]
+        case ["each", list(rows)] if len(rows) == n_groups:
+            return [read_verdicts(row, f"{field}[{i}]") for i, row in enumerate(rows)]
+    raise WireError(field, f"not the verdicts of {n_groups} groups: {str(table)[:80]}")
+
+
+def _scores(values: list[Any], columns: dict[Any, Any], field: str) -> ScoreColumns:
+    for name, column in columns.items():
+        if not isinstance(name, str) or not isinstance(column, list) or len(column) != len(values):
+            raise WireError(field, f"component {str(name)[:40]} is not a list of {len(values)} numbers")
+    if not (_finite(*values) and all([_finite(*c) for c in columns.values()])):
+        raise WireError(field, "a value is not a finite number")
+    return ScoreColumns(values, columns)
 
 
 def _finite(*values: Any) -> bool:

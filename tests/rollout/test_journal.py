@@ -40,15 +40,15 @@ def values(journal: Journal) -> list[object]:
 
 def test_what_was_flushed_comes_back_in_order(tmp_path: Path) -> None:
     first = opened(tmp_path)
-    refs = [first.append(pack(["group", n, b"header"]), (b"abc", bytes([n]) * 1000)) for n in range(5)]
+    refs = [first.append(pack(["group", n, {"a": n}]), (b"abc", bytes([n]) * 1000)) for n in range(5)]
     first.append(pack(["facts", [1]]))
     first.flush()
     first.append(pack(["facts", ["never flushed"]]))
     first.close()
     again = opened(tmp_path)
-    assert values(again) == [["snapshot", START], *(["group", n, b"header"] for n in range(5)), ["facts", [1]]]
+    assert values(again) == [["snapshot", START], *(["group", n, {"a": n}] for n in range(5)), ["facts", [1]]]
     header, body = again.read(refs[3])
-    assert header == b"header" and bytes(body) == b"abc" + b"\x03" * 1000
+    assert header == pack({"a": 3}) and bytes(body) == b"abc" + b"\x03" * 1000
 
 
 @pytest.mark.parametrize("cut", [1, 10, 19, 25, 40])

@@ -9,11 +9,13 @@ import pytest
 
 from rollout.journal import read_groups
 from rollout.journal_disk import Disk
+from rollout.journal_records import header_of
 from rollout.journal_segments import Ref, placed_numbers, read_record, segment_path
 from rollout.placed_payloads import PayloadWriter
 from rollout.queue_client import QueueClient
 from rollout.queue_server import QueueServer
-from rollout.wire import decode_group, encode_group, unpack
+from rollout.wire import encode_group
+from rollout.wire_decode import with_arrays
 from tests.rollout.queue_samples import GOOD, group, same, settings
 
 pytestmark = pytest.mark.timeout(60)
@@ -57,7 +59,7 @@ def test_a_damaged_one_is_dropped_by_name_at_the_restart(tmp_path: Path) -> None
 def test_a_client_whose_file_is_gone_sends_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place_all = PayloadWriter.place_all
 
-    def place_and_lose(self: PayloadWriter, *args: object) -> list[list[int] | None]:
+    def place_and_lose(self: PayloadWriter, *args: object) -> list[Ref]:
         found = place_all(self, *args)  # type: ignore[arg-type]
         files(tmp_path)[0].unlink()
         return found
@@ -84,13 +86,11 @@ def test_groups_of_one_message_fill_one_file_after_the_other(tmp_path: Path) -> 
     groups = [group(n, lengths=(n + 1, 9_000)) for n in range(8)]
     places = writer.place_all([encode_group(g) for g in groups])
     writer.abandon()
-    assert len({place[0] for place in places if place}) == 4
+    assert len({place.segment for place in places}) == 4
     for place, made in zip(places, groups, strict=True):
-        assert place is not None
-        ref = Ref(*place)
-        assert ref.body_at % 64 == 0
-        record, body = read_record(tmp_path, ref)
-        assert same(decode_group(unpack(record)[2], (body,)), made)
+        assert place.body_at % 64 == 0
+        meta, body = read_record(tmp_path, place)
+        assert same(with_arrays(header_of(meta), (body,)), made)
 
 
 @pytest.mark.parametrize("durability", ["os", "fsync"])
