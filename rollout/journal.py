@@ -29,7 +29,7 @@ from rollout.journal_disk import Disk
 from rollout.journal_groups import read_groups
 from rollout.journal_history import archive
 from rollout.journal_memory import memory_folder
-from rollout.journal_records import header_bytes
+from rollout.journal_records import header_in
 from rollout.journal_segments import (
     PLACED,
     TITLE,
@@ -247,7 +247,7 @@ class Journal:
     def read(self, ref: Ref) -> tuple[bytes, memoryview]:
         """(group header, body) of a group record. Raises QueueError if it is damaged."""
         meta, body = read_record(self.folder, ref, self.checks)
-        return header_bytes(meta), body
+        return header_in(meta), body
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -11,11 +11,10 @@ from typing import Any, Literal
 
 from rollout.errors import QueueError
 from rollout.journal_history import read_history
-from rollout.journal_records import generated, header_of
+from rollout.journal_records import generated, header_in
 from rollout.journal_segments import Ref, Tail, read_record, scan, segment_numbers, segment_path
 from rollout.types import Failed, Group, Scored, Status, TimedOut, Verdict
-from rollout.wire import unpack
-from rollout.wire_decode import with_arrays
+from rollout.wire import decode_group, unpack
 from rollout.wire_verdicts import read_verdicts
 
 Fate = Literal["any", "trained", "dropped", "open"]
@@ -122,4 +121,4 @@ def _read(folder: Path, ordinal: int, place: Ref) -> Group | None:
                 f"ordinal {ordinal} is open, but its arrays are gone: {segment_path(folder, place.segment)}"
             ) from None
         return None
-    return with_arrays(header_of(meta), (body,))
+    return decode_group(header_in(meta), (body,))

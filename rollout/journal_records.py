@@ -6,7 +6,7 @@
     ["group", [], header]    + the group's arrays   the same in a payload file: nobody has vouched for it yet
     ["placed", [fact, ...], [place, ...]]           groups in payload files that have become part of the journal
 
-A group's header stands in its record as it came: nothing is packed twice.
+A group's header stands in its record as it came, as bytes: whoever recovers a journal need not read it.
 """
 
 from __future__ import annotations
@@ -19,34 +19,24 @@ from rollout.journal_segments import Ref
 from rollout.ledger_facts import Generated
 from rollout.wire_facts import fact_row, read_fact
 from rollout.wire_fields import Buffer
-from rollout.wire_header import GroupHeader, check_header
 from rollout.wire_msgpack import pack, unpack
 
-_THREE = b"\x93"  # msgpack for "a list of three"
-_GROUP = _THREE + pack("group")
+_GROUP = b"\x93" + pack("group")  # msgpack for "a list of three", and the first of them
 _NOBODY = _GROUP + pack([])
 
 
 def group_record(header: Buffer, fact: Generated | None = None) -> bytes:
-    return (_NOBODY if fact is None else _GROUP + pack(fact_row(fact))) + bytes(header)
+    return (_NOBODY if fact is None else _GROUP + pack(fact_row(fact))) + pack(bytes(header))
 
 
 def placed_record(facts: Sequence[Generated], places: Sequence[Ref]) -> bytes:
     return pack(["placed", [fact_row(f) for f in facts], places])
 
 
-def header_of(meta: Buffer) -> GroupHeader:
-    """The header in the record of a group. Raises WireError."""
-    return check_header(_header(unpack(meta, "journal")))
-
-
-def header_bytes(meta: Buffer) -> bytes:
-    """The same, unopened."""
-    return pack(_header(unpack(meta, "journal")))
-
-
-def _header(value: Any) -> Any:
-    if type(value) is not list or len(value) != 3 or value[0] != "group":
+def header_in(meta: Buffer) -> bytes:
+    """The header in the record of a group, unopened. Raises WireError."""
+    value = unpack(meta, "journal")
+    if type(value) is not list or len(value) != 3 or value[0] != "group" or type(value[2]) is not bytes:
         raise WireError("journal", f"not the record of a group: {str(value)[:40]}")
     return value[2]
 

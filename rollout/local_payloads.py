@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rollout.errors import WireError
-from rollout.journal_records import header_of
+from rollout.journal_records import header_in
 from rollout.journal_segments import HEAD, PLACED, segment_path
 from rollout.wire_fields import Buffer
-from rollout.wire_header import GroupHeader
+from rollout.wire_header import GroupHeader, read_header
 
 
 class Place(list[int]):
@@ -78,7 +78,7 @@ class LocalPayloads:
             raise WireError("reply.places", f"file {number} cannot be read: {error}") from error
         if len(data) < meta + body:
             raise WireError("reply.places", f"file {number} ends before byte {start + meta + body}")
-        return header_of(data[:meta]), [data[meta:]]
+        return read_header(header_in(data[:meta])), [data[meta:]]
 
     def _open_file(self, number: int) -> OpenFile:
         file = open(segment_path(self.folder, number), "rb", buffering=0)  # noqa: SIM115 (as long as it is held)

@@ -71,11 +71,7 @@ class GroupHeader:
 
 def read_header(data: Buffer) -> GroupHeader:
     """Raises WireError naming the field."""
-    return check_header(unpack(data, "group"))
-
-
-def check_header(value: Any) -> GroupHeader:
-    """The header of a map that may hold anything. Raises WireError naming the field."""
+    value = unpack(data, "group")
     return usual_header(value) or careful_header(value)
 
 

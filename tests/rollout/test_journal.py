@@ -15,10 +15,12 @@ import pytest
 from rollout.errors import QueueError
 from rollout.journal import Journal, MemoryJournal, Stalled, read_groups
 from rollout.journal_disk import Disk
+from rollout.journal_records import group_record
 from rollout.journal_segments import segment_numbers, segment_path
 from rollout.ledger_facts import Dropped, Generated
 from rollout.queue_core import QueueCore, Reply
 from rollout.queue_protocol import Request, pack_blobs, request_frames
+from rollout.queue_said import scored
 from rollout.wire import Buffer, encode_group, pack
 from rollout.wire_facts import fact_row
 from rollout.wire_verdicts import verdicts_row
@@ -40,15 +42,15 @@ def values(journal: Journal) -> list[object]:
 
 def test_what_was_flushed_comes_back_in_order(tmp_path: Path) -> None:
     first = opened(tmp_path)
-    refs = [first.append(pack(["group", n, {"a": n}]), (b"abc", bytes([n]) * 1000)) for n in range(5)]
+    refs = [first.append(pack(["group", n, b"header"]), (b"abc", bytes([n]) * 1000)) for n in range(5)]
     first.append(pack(["facts", [1]]))
     first.flush()
     first.append(pack(["facts", ["never flushed"]]))
     first.close()
     again = opened(tmp_path)
-    assert values(again) == [["snapshot", START], *(["group", n, {"a": n}] for n in range(5)), ["facts", [1]]]
+    assert values(again) == [["snapshot", START], *(["group", n, b"header"] for n in range(5)), ["facts", [1]]]
     header, body = again.read(refs[3])
-    assert header == pack({"a": 3}) and bytes(body) == b"abc" + b"\x03" * 1000
+    assert header == b"header" and bytes(body) == b"abc" + b"\x03" * 1000
 
 
 @pytest.mark.parametrize("cut", [1, 10, 19, 25, 40])
@@ -183,7 +185,7 @@ def fill(core: QueueCore, n: int) -> None:
     for row in ask(core, "lease", {"n": n, "wait": 0.0})["leases"]:  # type: ignore[attr-defined]
         counts, blobs = pack_blobs([encode_group(group(row[0]))])
         ask(core, "submit", {"groups": counts}, blobs)
-        ask(core, "score", {"verdicts": [[row[0], verdicts_row(GOOD)]]})
+        ask(core, "score", scored({row[0]: GOOD}))
 
 
 def core_in(folder: Path, **options: object) -> QueueCore:
@@ -245,7 +247,7 @@ def write_history(folder: Path, groups: int, per_record: int = 50) -> None:
         ordinals = list(range(first, first + per_record))
         journal.append(pack(["facts", [["Leased", ordinals, [0] * per_record, "a", "k", step]]]))
         for o in ordinals:
-            journal.append(pack(["group", ["Generated", o, 0, 4, step], header]), frames)
+            journal.append(group_record(header, Generated(o, 0, 4, step)), frames)
         rows = [["Judged", o, verdicts] for o in ordinals]
         ends = [["Taken", step, ordinals], ["Trained", step], ["Released", step + 1], ["Committed", step]]
         journal.append(pack(["facts", rows + ends]))

@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from rollout import queue_said as said
+from rollout.errors import LedgerError, WireError
 from rollout.journal import read_groups
 from rollout.journal_disk import Disk
-from rollout.journal_records import header_of
-from rollout.journal_segments import Ref, placed_numbers, read_record, segment_path
+from rollout.journal_records import header_in
+from rollout.journal_segments import PLACED, Ref, placed_numbers, read_record, segment_path
 from rollout.placed_payloads import PayloadWriter
 from rollout.queue_client import QueueClient
 from rollout.queue_server import QueueServer
-from rollout.wire import encode_group
-from rollout.wire_decode import with_arrays
-from tests.rollout.queue_samples import GOOD, group, same, settings
+from rollout.wire import decode_group, encode_briefly, encode_group
+from tests.rollout.queue_samples import FLAT, GOOD, group, same, settings
 
 pytestmark = pytest.mark.timeout(60)
 LONG = (3, 30_000)  # tokens: over the size from which groups are placed
@@ -90,7 +91,7 @@ def test_groups_of_one_message_fill_one_file_after_the_other(tmp_path: Path) -> 
     for place, made in zip(places, groups, strict=True):
         assert place.body_at % 64 == 0
         meta, body = read_record(tmp_path, place)
-        assert same(with_arrays(header_of(meta), (body,)), made)
+        assert same(decode_group(header_in(meta), (body,)), made)
 
 
 @pytest.mark.parametrize("durability", ["os", "fsync"])
@@ -123,3 +124,69 @@ def test_arrays_are_durable_before_the_record_that_speaks_of_them(tmp_path: Path
         order.clear()
         client.submit([group(0, lengths=LONG)])
     assert order[:3] == [".payload", "folder", ".segment"]
+
+
+def test_judged_groups_need_no_scorer(tmp_path: Path) -> None:
+    with QueueServer(settings(), tmp_path) as server, QueueClient(server.endpoint, "all") as client:
+        leases = client.lease(3, wait_s=5.0)
+        made = [group(x.ordinal, x.attempt, 0, LONG) for x in leases]
+        client.submit([made[0].with_verdicts(GOOD), made[1], made[2].with_verdicts(FLAT)])
+        assert len(files(tmp_path)) == 1
+        assert [g.ordinal for g in client.lease_scoring(9, wait_s=5.0)] == [1]
+        client.score({1: GOOD})
+        assert server.core.ledger.dropped == {"zero_signal": 1}
+        taken = client.take(0, wait_s=5.0)
+    assert all(same(got, sent.with_verdicts(GOOD)) for got, sent in zip(taken, made[:2], strict=True))
+
+
+def test_a_place_with_the_group_of_another_ordinal_is_noticed_by_the_reader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place_all = PayloadWriter.place_all
+    monkeypatch.setattr(PayloadWriter, "place_all", lambda self, groups: place_all(self, groups)[::-1])
+    with QueueServer(settings(), tmp_path) as server, QueueClient(server.endpoint, "all") as client:
+        submit(client, 2)
+        assert client.lease_scoring(2, wait_s=5.0) == []
+        assert server.core.ledger.dropped == {"unreadable": 2} and client.stats()["conserved"]
+
+
+WRONG: list[tuple[str, dict[str, object], str]] = [
+    ("briefs", {"ordinal": [0.5]}, r"briefs\.ordinal"),
+    ("briefs", {"attempt": [0, 0]}, r"briefs\.attempt"),
+    ("briefs", {"n_tokens": [-1]}, r"briefs\.n_tokens"),
+    ("briefs", {"tokens_end": [1 << 40]}, r"briefs\.tokens_end"),
+    ("briefs", {"oldest_version": None}, r"briefs\.oldest_version"),
+    ("briefs", {"answers": [3]}, "3 trajectories, group_size is 2"),
+    ("places", {0: [1]}, "is no place of a group"),  # a segment of the server's own
+    ("places", {1: ["x"]}, r"places\.offset"),
+    ("places", {3: [8]}, "is no place of a group"),  # shorter than its tokens
+    ("places", {3: []}, r"places\.body"),
+    ("judged", {"ordinals": [0], "verdicts": ["each", []]}, r"judged\.verdicts"),
+    ("judged", {"ordinals": [0], "verdicts": ["scored", 1, [1.0], {}]}, "1 verdicts for 2 trajectories"),
+    ("judged", {"ordinals": [0], "verdicts": ["scored", 2, [1.0, float("nan")], {}]}, "not a finite number"),
+]
+
+
+@pytest.mark.parametrize(("field", "change", "match"), WRONG)
+def test_what_is_said_of_placed_groups_is_checked_and_changes_nothing(
+    tmp_path: Path, field: str, change: dict[str, object], match: str
+) -> None:
+    with QueueServer(settings(), tmp_path) as server, QueueClient(server.endpoint, "all") as client:
+        client.lease(1, wait_s=5.0)
+        args, _ = said.placed([encode_briefly(group(0))[1]], [group(0)], [Ref(PLACED + 1, 64, 90, 84)])
+        if field == "places":
+            args["places"] = [change.get(i, column) for i, column in enumerate(args["places"])]
+        else:
+            args[field] = {**args.get(field, {}), **change}
+        with pytest.raises((WireError, LedgerError), match=match):
+            client._drive(client._do("submit", **args))
+        stats = client.stats()
+    assert stats["counts"]["leased"] == 1 and stats["conserved"]
+
+
+def test_a_file_that_does_not_exist_is_answered_with_a_wish_to_have_the_group_sent(tmp_path: Path) -> None:
+    with QueueServer(settings(), tmp_path) as server, QueueClient(server.endpoint, "all") as client:
+        client.lease(1, wait_s=5.0)
+        args, _ = said.placed([encode_briefly(group(0))[1]], [group(0)], [Ref(PLACED + 1, 64, 90, 84)])
+        answer = client._drive(client._insist("submit", args))
+        assert answer.ok == {"unplaced": True} and client.stats()["counts"]["leased"] == 1

@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import zmq
 
+from rollout import queue_said as said
 from rollout.errors import HeadraceError, WireError
+from rollout.journal_segments import PLACED, Ref
 from rollout.queue_client import QueueClient
 from rollout.queue_protocol import Request, pack_blobs, read_reply, request_frames
 from rollout.queue_server import QueueServer
-from rollout.wire import decode_group, encode_group, read_header
-from tests.rollout.queue_samples import group, settings
+from rollout.wire import decode_group, encode_briefly, encode_group, read_header
+from tests.rollout.queue_samples import GOOD, group, settings
 from tests.rollout.test_wire import full_group
 
 NASTY = [0, 0xFF, 0x7F, 0x80, 0xC0, 0xC1, 0xC7, 0xD9, 0xDB, 0xDC, 0xDD, 0xDE, 0xDF, 0xCB, 0xCF, 0xD3]
@@ -62,6 +64,8 @@ def test_mutated_groups_raise_wire_errors_and_nothing_else(rounds: int) -> None:
 
 def requests() -> list[list[bytes]]:
     counts, blobs = pack_blobs([encode_group(group(0))])
+    made, place = encode_briefly(group(0))[1], Ref(PLACED + 1, 64, 90, 72)
+    judged = said.scored({0: GOOD})
     calls = {
         "lease": {"n": 1, "wait": 0.0},
         "submit": {"groups": counts},
@@ -70,7 +74,7 @@ def requests() -> list[list[bytes]]:
         "beat": {"leases": [[0, 0]], "scoring": [0], "outstanding": [1]},
         "lease_scoring": {"n": 1, "full": False, "local": False, "wait": 0.0},
         "score": {
-            "verdicts": [[0, ["scored", [1.0, 0.0], {}]]],
+            **judged,
             "then": {"op": "lease_scoring", "n": 1, "full": False, "local": False, "wait": 0.0},
         },
         "take": {"step": 0, "rank": 0, "world": 1, "local": False, "wait": 0.0},
@@ -81,11 +85,12 @@ def requests() -> list[list[bytes]]:
         "drop": {"ordinals": [0], "reason": "x"},
         "stats": {},
     }
-    made = []
-    for op, args in calls.items():
-        extra = blobs if op == "submit" else []
-        made.append([bytes(f) for f in request_frames(op, "fuzz", 7, "stranger", args, extra)])
-    return made
+    placed = {**said.placed([made], [group(0)], [place])[0], "judged": judged}
+    asked = [*calls.items(), ("submit", placed)]
+    return [
+        [bytes(f) for f in request_frames(op, "fuzz", 7, "stranger", args, blobs if "groups" in args else [])]
+        for op, args in asked
+    ]
 
 
 def test_a_live_server_survives_ten_thousand_mutated_messages(tmp_path: Path) -> None:

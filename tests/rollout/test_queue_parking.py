@@ -8,8 +8,8 @@ from rollout.journal import MemoryJournal
 from rollout.queue_core import QueueCore, Reply
 from rollout.queue_parking import Parked, Parking
 from rollout.queue_protocol import Request, pack_blobs, request_frames
+from rollout.queue_said import scored
 from rollout.wire import Buffer, encode_group
-from rollout.wire_verdicts import verdicts_row
 from tests.rollout.queue_samples import GOOD, group, settings
 
 
@@ -49,7 +49,7 @@ def test_both_ranks_get_a_step_in_the_moment_it_is_full() -> None:
     for ordinal, *_ in desk.ask("producer", "lease", n=2)["leases"]:
         assert desk.served() == []
         desk.submit(ordinal)
-        desk.ask("scorer", "score", verdicts=[[ordinal, verdicts_row(GOOD)]])
+        desk.ask("scorer", "score", **scored({ordinal: GOOD}))
     assert desk.served() == ["rank-0", "rank-1"]
 
 
@@ -58,7 +58,7 @@ def test_a_rank_that_asks_while_the_other_has_its_share_does_not_wait_for_the_ne
     desk.park("rank-0", "take", step=0, rank=0, world=2, local=False)
     for ordinal, *_ in desk.ask("producer", "lease", n=2)["leases"]:
         desk.submit(ordinal)
-        desk.ask("scorer", "score", verdicts=[[ordinal, verdicts_row(GOOD)]])
+        desk.ask("scorer", "score", **scored({ordinal: GOOD}))
     desk.ask("rank-1", "take", step=0, rank=1, world=2, local=False)
     assert desk.served() == ["rank-0"]
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.errors import WireError
-from rollout.types import Failed, Group, Scored, Status, TimedOut
+from rollout.types import Failed, Group, Scored, Status, TimedOut, Verdict
 from rollout.versions import VersionSpan
 from rollout.wire import ONE_FRAME, decode_group, encode_group, pack, read_header, unpack
 from rollout.wire_header import careful_header, usual_header
-from rollout.wire_verdicts import read_verdicts, verdicts_row
+from rollout.wire_verdicts import read_verdicts, read_verdicts_table, verdicts_row, verdicts_table
 from tests.rollout.queue_samples import group, same, trajectory
 
 
@@ -195,6 +195,50 @@ def test_verdict_rows_are_checked() -> None:
     for row in (["scored", 1.0], ["scored", ["x"], {}], ["scored", [1.0], {"a": ["b"]}], [[]], {}, None):
         with pytest.raises(WireError):
             read_verdicts(row, "v")
+
+
+SCORES = (Scored(1.0, {"exact": 1.0, "length": 0.5}), Scored(0.0, {"exact": 0.0, "length": 0.25}))
+OTHERS = (Scored(0.5, {"exact": 0.0}), Scored(0.5, {"exact": 1.0}))
+FAILED = (Failed("raised", "x"), TimedOut(2.0))
+
+
+@pytest.mark.parametrize(
+    ("groups", "kind"),
+    [
+        ([], "each"),
+        ([SCORES], "scored"),
+        ([SCORES, SCORES[::-1]], "scored"),
+        ([SCORES, SCORES[:1]], "each"),
+        ([SCORES, OTHERS], "each"),
+        ([SCORES, FAILED], "each"),
+    ],
+)
+def test_verdicts_of_many_groups_travel_end_to_end(groups: list[tuple[Verdict, ...]], kind: str) -> None:
+    table = unpack(pack(verdicts_table(groups)))
+    assert table[0] == kind
+    assert [tuple(g) for g in read_verdicts_table(table, len(groups), "v")] == groups
+    assert verdicts_table(read_verdicts_table(table, len(groups), "v")) == table
+    with pytest.raises(WireError, match="v"):
+        read_verdicts_table(table, len(groups) + 1, "v")
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        None,
+        ["scored", 0, [], {}],
+        ["scored", 2, [1.0, 2.0, 3.0], {}],
+        ["scored", 2, [1.0, float("inf")], {}],
+        ["scored", 2, [1.0, 2.0], {"a": [1.0]}],
+        ["scored", 2, [1.0, 2.0], {5: [1.0, 2.0]}],
+        ["scored", -1, [1.0, 2.0], {}],
+        ["each", [["mixed", [None, None]]]],
+        ["each", [["scored", ["x", 1.0], {}]]],
+    ],
+)
+def test_wrong_tables_of_verdicts_are_refused(table: object) -> None:
+    with pytest.raises(WireError, match="v"):
+        read_verdicts_table(table, 1, "v")
 
 
 @pytest.mark.parametrize("key", [*unpack(encode_group(group(1))[0]), "other"])
