@@ -20,16 +20,16 @@ class Disk:
 
     def write(self, fd: int, pieces: Sequence[Buffer], offset: int) -> int:
         """Write all pieces one after the other from `offset`; returns the end. Raises OSError."""
-        views = [memoryview(p) for p in pieces if len(p)]
+        left = [p for p in pieces if len(p)]
         at = 0
-        while at < len(views):
-            wrote = os.pwritev(fd, views[at : at + IOV_MAX], offset)
+        while at < len(left):
+            wrote = os.pwritev(fd, left[at : at + IOV_MAX], offset)
             offset += wrote
-            while at < len(views) and wrote >= len(views[at]):
-                wrote -= len(views[at])
+            while at < len(left) and wrote >= len(left[at]):
+                wrote -= len(left[at])
                 at += 1
             if wrote:
-                views[at] = views[at][wrote:]
+                left[at] = memoryview(left[at])[wrote:]
         return offset
 
     def sync(self, fd: int) -> None:

@@ -81,7 +81,7 @@ def checksum(pieces: Iterable[Buffer]) -> int:
 
 
 def record_head(meta: Buffer, body: Sequence[Buffer], check: bool = True) -> bytes:
-    lengths = len(meta), sum(len(b) for b in body)
+    lengths = len(meta), sum(map(len, body))
     return HEAD.pack(MAGIC, checksum((LENGTHS.pack(*lengths), meta, *body)) if check else 0, *lengths)
 
 

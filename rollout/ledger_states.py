@@ -36,6 +36,8 @@ class State(StrEnum):
     COMMITTED = "committed"
     DROPPED = "dropped"
 
+    __hash__ = str.__hash__  # states are counted at every move, and an Enum's own way to hash is not in C
+
 
 @dataclass(frozen=True, slots=True)
 class LedgerSettings:

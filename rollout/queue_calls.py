@@ -23,11 +23,13 @@ from rollout.queue_connection import BEAT, Connection
 from rollout.queue_keys import ClientKeys
 from rollout.queue_protocol import WAIT_SLICE, Answer, split_blobs
 from rollout.types import Group, Verdict
-from rollout.wire import Buffer, Encoded, GroupHeader, encode_briefly, frame_bytes, read_header
+from rollout.wire import Buffer, Encoded, GroupHeader, encode_briefly, read_header
+from rollout.wire_brief import Brief
 from rollout.wire_decode import with_arrays
 from rollout.wire_verdicts import read_verdicts_table
 
 log = logging.getLogger(__name__)
+PORTION = 256 << 10  # bytes of token ids that are written at once
 
 
 class Calls(Asking):
@@ -158,11 +160,8 @@ class Calls(Asking):
         self, groups: list[Group], ask: Callable[[dict[str, Any], Sequence[Buffer]], Plan[tuple[Answer, str]]]
     ) -> Plan[tuple[Answer, str]]:
         """Submit by `ask` until the server has room, and end the leases."""
-        made = [encode_briefly(g) for g in groups]
-        encoded = [e for e, _ in made]
-        places = yield from self._placed(encoded)
+        args, blobs = (yield from self._placed(groups)) or said.sent(groups)
         while True:
-            args, blobs = said.placed([b for _, b in made], groups, places) if places else said.sent(encoded)
             try:
                 answer, why = yield from ask(args, blobs)
             except Drained:  # said to what follows: the groups are in
@@ -170,7 +169,7 @@ class Calls(Asking):
                 raise
             if "unplaced" in answer.ok and self._writer:
                 self._writer.abandon()
-                places = []
+                args, blobs = said.sent(groups)
                 continue
             if "busy" not in answer.ok:
                 self._end_leases(groups)
@@ -186,12 +185,29 @@ class Calls(Asking):
     def _insist_alone(self, op: str, args: dict[str, Any], blobs: Sequence[Buffer]) -> Plan[tuple[Answer, str]]:
         return (yield from self._insist(op, args, blobs)), ""
 
-    def _placed(self, encoded: Sequence[Encoded]) -> Plan[list[Ref]]:
-        """Write many bytes where the server would, if this is its host: the place of each; [] if they must be sent."""
+    def _placed(self, groups: Sequence[Group]) -> Plan[said.Said | None]:
+        """Write many bytes where the server would, if this is its host. None: the groups must be sent.
+
+        Portion by portion: what was encoded a moment ago is still in the processor's cache when it is written.
+        """
         yield from self._locally()
-        if self._writer is None or sum([frame_bytes(frames) for _, frames in encoded]) < self._place_from:
-            return []
-        return (yield Work(partial(self._writer.place_all, encoded)))
+        if self._writer is None or not said.is_much(groups, self._place_from):
+            return None
+        briefs: list[Brief] = []
+        places: list[Ref] = []
+        portion: list[Encoded] = []
+        for group in groups:
+            encoded, brief = encode_briefly(group)
+            portion.append(encoded)
+            briefs.append(brief)
+            if len(briefs) < len(groups) and sum([b.tokens_end for b in briefs[len(places) :]]) < PORTION:
+                continue
+            written = yield Work(partial(self._writer.place_all, portion))
+            if not written:
+                return None
+            places += written
+            portion = []
+        return said.placed(briefs, groups, places)
 
     def _give_back(self, ordinals: list[int], reason: str, failed: bool) -> Plan[None]:
         mine = [[o, a] for o in ordinals if (a := self.connection.leases.get(o)) is not None]

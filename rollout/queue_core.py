@@ -23,7 +23,7 @@ from rollout.ledger_facts import Committed, Dropped, Fact, Generated, Trained
 from rollout.ledger_snapshot import restore, snapshot
 from rollout.ledger_states import LedgerSettings, State
 from rollout.payloads import Payloads
-from rollout.queue_figures import describe, tell
+from rollout.queue_figures import TOLD, describe, tell
 from rollout.queue_intake import Placed, Sent, read_groups, read_leases, read_scores
 from rollout.queue_protocol import Request, pack_blobs
 from rollout.retention import Retention
@@ -264,8 +264,10 @@ class QueueCore:
             self._record_placed(placed, client)
             placed = []
             self._rows.append(fact_row(fact))
-            self._let_go(fact)
-            tell(self.event, fact)
+            if type(fact) in LETS_GO:
+                self._let_go(fact)
+            if type(fact) in TOLD:
+                tell(self.event, fact)
         self._record_placed(placed, client)
 
     def _record_sent(self, fact: Generated, group: Sent) -> None:

@@ -32,8 +32,11 @@ def describe(core: QueueCore) -> dict[str, Any]:
     }
 
 
+TOLD = (Dropped, Noticed, Draining, Rewound)  # facts that are worth an event
+
+
 def tell(event: Callable[..., object], fact: Fact) -> None:
-    """The event that a fact is worth, if any: event("dropped", ordinals=[17], reason="stale")."""
+    """The event that a fact is worth: event("dropped", ordinals=[17], reason="stale")."""
     match fact:
         case Dropped(ordinals, reason):
             event("dropped", ordinals=list(ordinals), reason=reason)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from rollout.journal_segments import Ref
 from rollout.queue_protocol import pack_blobs
 from rollout.types import Group, Verdict
-from rollout.wire import Buffer, Encoded
+from rollout.wire import Buffer, encode_group
 from rollout.wire_brief import Brief, brief_columns
 from rollout.wire_verdicts import verdicts_table
 
 Said = tuple[dict[str, Any], Sequence[Buffer]]  # arguments and blobs
 
 
-def sent(encoded: Sequence[Encoded]) -> Said:
+def is_much(groups: Iterable[Group], nbytes: int) -> bool:
+    """Whether the arrays of these groups come to so many bytes."""
+    return any(total >= nbytes for total in accumulate(9 * g.n_tokens for g in groups))
+
+
+def sent(groups: Iterable[Group]) -> Said:
     """Groups that travel with the message."""
-    counts, blobs = pack_blobs(encoded)
+    counts, blobs = pack_blobs([encode_group(g) for g in groups])
     return {"groups": counts}, blobs
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import TypeAlias, overload
 
 import numpy as np
 
 from rollout.errors import WireError
 from rollout.types import Columns, Group, Trajectory, Verdict
-from rollout.wire_body import Body, Column, apart, check_boolean, check_finite, together
+from rollout.wire_body import KINDS, Body, Column, apart, check_boolean, check_finite, together
 from rollout.wire_fields import Buffer
 from rollout.wire_header import STATUSES, GroupHeader, read_header
 
 NOTHING: Mapping[str, np.ndarray] = {}
+INT32, FLOAT32, BOOL = KINDS["<i4"], KINDS["<f4"], KINDS["|b1"]
 
 
 @dataclass(slots=True, eq=False)
@@ -83,19 +84,46 @@ def decode_group(data: Buffer, frames: Sequence[Buffer], verdicts: Sequence[Verd
 
 def with_arrays(header: GroupHeader, frames: Sequence[Buffer], verdicts: Sequence[Verdict] | None = None) -> Group:
     """`decode_group` for a header that has been read. Raises WireError."""
-    body, lengths, total = Body(frames), header.lengths, header.n_tokens
-    whole = body.nbytes == header.body
-    if not whole and body.nbytes != header.tokens_end:
-        raise WireError("group.frames", f"{body.nbytes} bytes, the header says {header.body}")
     judged = header.verdicts if verdicts is None else verdicts
-    if len(judged) != len(lengths):
-        raise WireError("group.verdicts", f"{len(judged)} verdicts for {len(lengths)} trajectories")
-    prompt = body.take("<i4", header.prompt)
+    if len(judged) != len(header.lengths):
+        raise WireError("group.verdicts", f"{len(judged)} verdicts for {len(header.lengths)} trajectories")
+    extras: dict[int, dict[str, np.ndarray]] = {}
+    prompt, tokens, logprobs, masks = _at_a_glance(header, frames) or _carefully(header, frames, extras)
+    return Group(header.ordinal, prompt, Arrived(header, tokens, logprobs, masks, judged, extras), header.attempt)
+
+
+Arrays: TypeAlias = tuple[np.ndarray, Column, Column | None, Column | None]  # prompt, tokens, log-probs, masks
+
+
+def _at_a_glance(h: GroupHeader, frames: Sequence[Buffer]) -> Arrays | None:
+    """The arrays of a plain body that lies in one piece, aligned, where nobody can write. None: look carefully."""
+    if len(frames) != 1 or h.extras or not h.prompt or not h.n_tokens or len(frames[0]) not in (h.body, h.tokens_end):
+        return None
+    view = memoryview(frames[0])
+    prompt = np.frombuffer(view, INT32, h.prompt)
+    if not view.readonly or not prompt.flags.aligned:
+        return None
+    n, end = h.n_tokens, h.tokens_end
+    tokens = np.frombuffer(view, INT32, n, 4 * h.prompt)
+    if len(view) == end:
+        return prompt, tokens, None, None
+    logprobs, masks = np.frombuffer(view, FLOAT32, n, end), np.frombuffer(view, BOOL, n, end + 4 * n)
+    check_finite(logprobs)
+    check_boolean(masks)
+    return prompt, tokens, logprobs, masks
+
+
+def _carefully(h: GroupHeader, frames: Sequence[Buffer], extras: dict[int, dict[str, np.ndarray]]) -> Arrays:
+    """The arrays of any body; fills `extras`. Raises WireError."""
+    body, lengths, total = Body(frames), h.lengths, h.n_tokens
+    whole = body.nbytes == h.body
+    if not whole and body.nbytes != h.tokens_end:
+        raise WireError("group.frames", f"{body.nbytes} bytes, the header says {h.body}")
+    prompt = body.take("<i4", h.prompt)
     tokens = body.column("<i4", lengths, total)
     logprobs = body.column("<f4", lengths, total, check_finite) if whole else None
     masks = body.column("|b1", lengths, total, check_boolean) if whole else None
-    extras: dict[int, dict[str, np.ndarray]] = {}
-    for i, name, dtype, shape in header.extras if whole else ():
+    for i, name, dtype, shape in h.extras if whole else ():
         array = body.take(dtype.str, lengths[i] * math.prod(shape)).reshape(lengths[i], *shape)
         extras.setdefault(i, {})[name] = array
-    return Group(header.ordinal, prompt, Arrived(header, tokens, logprobs, masks, judged, extras), header.attempt)
+    return prompt, tokens, logprobs, masks

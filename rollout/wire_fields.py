@@ -108,4 +108,4 @@ def _check_depth(value: Any, path: str, left: int) -> None:
 
 
 def frame_bytes(frames: Iterable[Buffer]) -> int:
-    return sum(len(f) for f in frames)
+    return sum(map(len, frames))
