@@ -27,7 +27,7 @@ from actors.evaluation import evaluate
 from actors.fleet import Fleet, RemoteEngine, canary_texts
 from actors.learning_loop import Effects, LearningLoop, Metrics, Schedule
 from actors.publisher import Publisher
-from actors.role import Seat, Task, take
+from actors.role import Seat, Task, settled, take
 from actors.weight_planes import Plane
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.presets import Setting, resolve
@@ -116,6 +116,7 @@ class LearnerActor:
             if path is not None:
                 self.engine.load_checkpoint(path)
             self._forget_after(self.engine.version)
+        settled()
         return self.engine.version
 
     def _forget_after(self, version: int) -> None:

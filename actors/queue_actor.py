@@ -6,7 +6,7 @@ from pathlib import Path
 
 import ray
 
-from actors.role import Seat, Task, take
+from actors.role import Seat, Task, settled, take
 from rollout.config import QueueConfig
 from rollout.ledger_states import LedgerSettings
 
@@ -34,6 +34,7 @@ class QueueActor:
             alone=True,  # a run starts its queue first, and once
         )
         self.server.start()
+        settled()
         return self.server.endpoint
 
     def gauges(self) -> dict[str, object]:

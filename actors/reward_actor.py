@@ -13,7 +13,7 @@ from pathlib import Path
 import ray
 
 from actors.config import RewardConfig
-from actors.role import Seat, Task, take
+from actors.role import Seat, Task, settled, take
 from rollout.errors import Drained
 from rollout.types import Group, Prompt, Verdict
 
@@ -38,6 +38,7 @@ class RewardActor:
         log_dir = Path(self.task.run_dir) / "logs"
         processes = max(1, len(self.seat.cores))
         self.scorer = build(self.rewards, self.task.events().append, processes=processes, log_dir=log_dir)
+        settled()
 
     def run(self) -> str:
         """Score until the run drains; returns what the queue said."""

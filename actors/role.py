@@ -3,10 +3,12 @@
 task = Task(run_dir="runs/sort3-001", seed=0, model=..., prompts=..., sampling=..., context=256, queue="ipc://...")
 seat = Seat("rollout-0", cores=(0,))
 take(seat, task)      pins the process, sends its stdout and stderr to runs/sort3-001/logs/rollout-0.log
+settled()             when everything that lasts has been made
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from dataclasses import dataclass
@@ -70,6 +72,13 @@ def take(seat: Seat, task: Task) -> None:
     for stream in (1, 2):
         os.dup2(file, stream)
     os.close(file)
+
+
+def settled() -> None:
+    """The role is set up: what exists now stays, so the garbage collector need not look through it again and again."""
+    gc.unfreeze()  # a process that enters a second run has garbage of the first
+    gc.collect()
+    gc.freeze()
 
 
 def thread_environment(threads: int) -> dict[str, str]:

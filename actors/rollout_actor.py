@@ -16,7 +16,7 @@ import ray
 
 from actors.evaluation import Answer
 from actors.rewards.descendants import family
-from actors.role import Seat, Task, take
+from actors.role import Seat, Task, settled, take
 from rollout.engine import CommitReport, Engine, Rendezvous, SamplingParams
 from rollout.errors import Drained
 from rollout.types import Float32, Prompt
@@ -55,6 +55,7 @@ class RolloutActor:
         hold_s = 2 * self.settings.timeout_s  # the learner computes its canary, then asks with one deadline
         self.service = RolloutService(self.engine, self.params, s.group_size, self.groups_in_flight, hold_s)
         self.queue = AsyncQueueClient(self.task.queue, self.seat.name)
+        settled()
         return await self.processes()
 
     async def processes(self) -> dict[int, int]:

@@ -27,7 +27,7 @@ from typing import Any, Literal
 from rollout.errors import QueueError
 from rollout.journal_disk import Disk
 from rollout.journal_groups import read_groups
-from rollout.journal_history import archive
+from rollout.journal_history import History
 from rollout.journal_memory import memory_folder
 from rollout.journal_records import header_in
 from rollout.journal_segments import (
@@ -80,6 +80,7 @@ class Journal:
         self.disk = disk or Disk()
         self.placed = PlacedFiles(folder, self.disk)
         self.checks = durability != "memory"
+        self.history = History(folder, to_disk=durability == "fsync") if self.checks and retain != "all" else None
         self.torn: list[Torn] = []
         self.live: Counter[int] = Counter()  # segment -> groups that are still needed
         self.syncs = self.bytes_written = 0
@@ -158,6 +159,12 @@ class Journal:
             self.live[ref.segment] += 1
         return ref
 
+    def append_facts(self, rows: Sequence[list[Any]]) -> None:
+        """Queue the record of what the ledger stated."""
+        self.append(pack(["facts", rows]))
+        if self.history:
+            self.history.note(self._number, rows)
+
     def append_placed(self, meta: Buffer, places: Sequence[Ref], client: str) -> Ref:
         """Queue the record of groups whose arrays `client` has written already; all stay while they are needed."""
         self.placed.adopt(places, client)
@@ -220,6 +227,8 @@ class Journal:
         if self._fd >= 0:
             self.disk.close(self._fd)
         self._fd, self._number, self._end = fd, number, end
+        if self.history:
+            self.history.opened(number)
 
     def forget(self, ref: Ref, told: int) -> None:
         """The group is settled: its payload, and the record in segment `told`, will never be read again."""
@@ -237,8 +246,8 @@ class Journal:
         for number in segment_numbers(self.folder):
             if number < below and self.live[number] <= 0:
                 try:
-                    if self.checks:
-                        archive(self.folder, number, to_disk=self.durability == "fsync")
+                    if self.history:
+                        self.history.archive(number)
                 except OSError:
                     return  # no room for the archive: the segment stays for now
                 segment_path(self.folder, number).unlink()
@@ -265,6 +274,7 @@ class MemoryJournal(Journal):
     def __init__(self) -> None:  # no folder, no lock
         self.live, self.torn = Counter(), []
         self.durability, self.syncs, self.bytes_written, self.folder = "memory", 0, 0, Path("/nowhere")
+        self.history = None
         self.checks, self.segment_bytes, self.placed = False, SEGMENT, PlacedFiles(self.folder, Disk())
         self.retain = 0
 

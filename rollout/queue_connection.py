@@ -200,9 +200,10 @@ class Connection:
         if self._wake_read in ready:
             os.read(self._wake_read, 4096)
             self._take_asked()
-        if self._socket in ready:
-            while readable(self._socket):
-                self._hear(self._socket.recv_multipart(zmq.DONTWAIT, copy=False))
+        more = self._socket in ready
+        while more:
+            self._hear(self._socket.recv_multipart(zmq.DONTWAIT, copy=False))
+            more = readable(self._socket)
         now = time.monotonic()
         if not busy:
             self._heard = now  # we have asked for nothing, so silence means nothing

@@ -28,7 +28,7 @@ from rollout.queue_intake import Placed, Sent, read_groups, read_leases, read_sc
 from rollout.queue_protocol import Request, pack_blobs
 from rollout.retention import Retention
 from rollout.selection import Waiting
-from rollout.wire import Buffer, pack
+from rollout.wire import Buffer
 from rollout.wire_facts import fact_row, read_fact
 from rollout.wire_verdicts import verdicts_table
 
@@ -286,7 +286,7 @@ class QueueCore:
 
     def _write_rows(self) -> None:
         if self._rows:
-            self.journal.append(pack(["facts", self._rows]))
+            self.journal.append_facts(self._rows)
             self._rows = []
 
     def flush(self) -> None:

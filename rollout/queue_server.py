@@ -155,13 +155,12 @@ class QueueServer:
 
     def _turn(self) -> None:
         """See the map at the top."""
-        self._wait()
+        more = self._wait()
         now = self._clock.advance()
-        received = 0
-        for _ in range(TURN):
-            if received > TURN_BYTES or not readable(self._socket):
-                break
-            received += self._receive(now)
+        received = n = 0
+        while more and n < TURN and received <= TURN_BYTES:
+            received, n = received + self._receive(now), n + 1
+            more = readable(self._socket)
         tick = now - self._last_tick >= TICK
         if tick:
             self._last_tick = now
@@ -173,10 +172,12 @@ class QueueServer:
             self._send(route, frames)
         self._outbox = []
 
-    def _wait(self) -> None:
+    def _wait(self) -> bool:
+        """Whether there is something to receive."""
         ready = dict(self._poller.poll(int(TICK * 1000)))
         if self._gatekeeper and self._gatekeeper.socket in ready:
             self._gatekeeper.answer()
+        return self._socket in ready
 
     def _receive(self, now: float) -> int:
         """One message; returns its size. Anything wrong with it is answered, and changes nothing."""
