@@ -184,6 +184,7 @@ class Journal:
                 self.disk.sync(self._fd)
                 self.syncs += 1
         except OSError as error:
+            self.placed.spares.drop()  # the disk may be full, and they are only there to be quick
             raise Stalled(f"{segment_path(self.folder, self._number)}: {error.strerror or error}") from error
         self.bytes_written += end - self._end
         self._end = end

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from isal.isal_zlib import crc32
 
 from rollout.errors import QueueError
+from rollout.spare_files import open_shared
 from rollout.wire import Buffer
 
 TITLE = b"HEADRACE-JOURNAL-1\n"
@@ -125,7 +126,7 @@ def _why(magic: bytes, length: int, left: int) -> str:
 
 def read_record(folder: Path, ref: Ref, check: bool = True) -> tuple[memoryview, memoryview]:
     """(meta, body) of one record. Raises QueueError if the disk no longer holds what was written."""
-    fd = os.open(segment_path(folder, ref.segment), os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_shared(segment_path(folder, ref.segment))
     try:
         data = memoryview(_pread_all(fd, ref.end - ref.offset, ref.offset))
     finally:

@@ -18,6 +18,7 @@ from typing import BinaryIO
 from rollout.errors import WireError
 from rollout.journal_records import header_in
 from rollout.journal_segments import HEAD, PLACED, segment_path
+from rollout.spare_files import open_shared
 from rollout.wire_fields import Buffer
 from rollout.wire_header import GroupHeader, read_header
 
@@ -26,7 +27,7 @@ class Place(list[int]):
     """[segment, offset, bytes] of one body."""
 
 
-KEPT = 8  # open files; an array keeps its own file mapped for as long as it lives
+KEPT = 4  # open files; an array keeps its own file mapped for as long as it lives
 READ_BELOW = 128 << 10  # bytes
 
 
@@ -47,7 +48,7 @@ class OpenFile:
 
 
 class LocalPayloads:
-    """The files of one journal folder. A deleted one stays readable for as long as it is open here."""
+    """The files of one journal folder. What is open here stays as it is: deleted perhaps, but never used again."""
 
     def __init__(self, folder: Path, epoch: str) -> None:
         self.folder, self.epoch = folder, epoch
@@ -81,7 +82,7 @@ class LocalPayloads:
         return read_header(header_in(data[:meta])), [data[meta:]]
 
     def _open_file(self, number: int) -> OpenFile:
-        file = open(segment_path(self.folder, number), "rb", buffering=0)  # noqa: SIM115 (as long as it is held)
+        file = open(open_shared(segment_path(self.folder, number)), "rb", buffering=0)  # noqa: SIM115 (while held)
         made = self._open[number] = OpenFile(file, whole=number >= PLACED)
         while len(self._open) > KEPT:
             self._open.popitem(last=False)

@@ -4,7 +4,8 @@
              submit                only the header and that place go to the server
     server   PlacedFiles.holds     is the record there, as long as it was said to be?
              sync, then the journal's own write and sync, then the answer: an acknowledged group is as durable as ever
-             collect               files without live groups go, once their client writes another one or none
+             collect               files without live groups go or are written anew (rollout/spare_files.py), once their
+                          client writes another one or none
 
     journal/400000009f2c51.payload = the format of a segment; its records are found by `Ref` only, never by scanning
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from rollout.journal_disk import Disk
 from rollout.journal_records import group_record
 from rollout.journal_segments import HEAD, MAGIC, PLACED, TITLE, Ref, placed_numbers, record_head, segment_path
+from rollout.spare_files import Spares, open_shared
 from rollout.wire import Buffer, Encoded, frame_bytes
 
 IDLE_S = 60.0  # a file without live groups that nobody has written for so long has lost its client
@@ -38,6 +40,7 @@ class PayloadWriter:
         self.folder, self.file_bytes, self.checks = folder, file_bytes, checks
         self._lock = threading.Lock()
         self._disk = Disk()
+        self._spares = Spares(folder)
         self._fd = -1
         self._number = self._end = 0
 
@@ -77,7 +80,10 @@ class PayloadWriter:
     def _open_next(self) -> None:
         self._close()
         number = PLACED + secrets.randbits(40)
-        fd = os.open(segment_path(self.folder, number), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        path = segment_path(self.folder, number)
+        fd = self._spares.claim(path)
+        if fd is None:
+            fd = open_shared(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         self._fd, self._number = fd, number
         os.ftruncate(fd, self.file_bytes)  # readers map the whole file once
         self._end = self._disk.write(fd, [TITLE], 0)
@@ -98,6 +104,7 @@ class PlacedFiles:
 
     def __init__(self, folder: Path, disk: Disk) -> None:
         self.folder, self.disk = folder, disk
+        self.spares = Spares(folder)
         self.nbytes = 0  # placed since the last `collect`
         self._fds: dict[int, int] = {}
         self._latest: dict[str, int] = {}  # client -> the file it writes
@@ -158,13 +165,14 @@ class PlacedFiles:
             return True
 
     def _delete(self, number: int) -> None:
-        segment_path(self.folder, number).unlink(missing_ok=True)
         self._known.discard(number)
         self._latest = {client: n for client, n in self._latest.items() if n != number}
         if number in self._fds:
             os.close(self._fds.pop(number))
+        self.spares.retire(segment_path(self.folder, number))
 
     def close(self) -> None:
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()
+        self.spares.drop()
