@@ -34,6 +34,7 @@ from rollout.errors import DeadlineError
 
 TOLERANCE = 1e-5  # relative, in the norm of each tensor
 KINDS = ("gradient", "weights")
+CASES_PER_LIFE = 100  # of a rank's process: DeepSpeed keeps something of every engine (10 MB of a tiny one)
 WORLDS, ACCUMULATIONS, LAYOUTS, STAGES = (1, 2, 4), (1, 2, 4), ("shared", "packed", "padded"), (0, 1, 2, 3)
 
 
@@ -110,8 +111,11 @@ def compare(
     every = sorted({*cases, *(c.plain for c in cases)}, key=lambda c: (c.world, c != c.plain))
     deadline, done = time.monotonic() + timeout_s, _found(folder)
     left = [c for c in every if c.name not in done]
+    wanted = {c.loads for c in every}
     for world in sorted({c.world for c in left}):
-        _run_world(model_dir, world, left, folder, deadline)
+        cases = [c for c in left if c.world == world]
+        for at in range(0, len(cases), CASES_PER_LIFE):
+            _run_world(model_dir, world, cases[at : at + CASES_PER_LIFE], wanted, folder, deadline)
     found = _found(folder)
     return [Difference(case, **found[case.name]) for case in cases]
 
@@ -122,14 +126,16 @@ def _found(folder: Path) -> dict[str, dict[str, Any]]:
     return {row.pop("name"): row for row in map(json.loads, lines)}
 
 
-def _run_world(model_dir: Path, world: int, every: Sequence[Case], folder: Path, deadline: float) -> None:
-    """One process per rank, all cases of this world in turn. They meet in a file: no port, no name server."""
+def _run_world(
+    model_dir: Path, world: int, cases: Sequence[Case], wanted: set[str], folder: Path, deadline: float
+) -> None:
+    """One process per rank, these cases of its world in turn. They meet in a file: no port, no name server."""
     (folder / f"meeting-{world}").unlink(missing_ok=True)
     plan = folder / f"plan-{world}.json"
     plan.write_text(
         json.dumps({
-            "model_dir": str(model_dir), "world": world, "cases": [asdict(c) for c in every if c.world == world],
-            "wanted_checkpoints": sorted({c.loads for c in every}),
+            "model_dir": str(model_dir), "world": world, "cases": [asdict(c) for c in cases],
+            "wanted_checkpoints": sorted(wanted),
         })
     )  # fmt: skip
     ranks = []
