@@ -113,14 +113,22 @@ class PlacedFiles:
         self._folder_unsynced = False
 
     def holds(self, places: Sequence[Ref]) -> bool:
-        """Whether records of just these lengths lie there."""
+        """Whether the files are there, and in each the last of these records, which was written after the others.
+
+        What the others hold is checked by whoever reads them.
+        """
+        return all(self._holds(place) for place in {p.segment: p for p in places}.values())
+
+    def _holds(self, place: Ref) -> bool:
         try:
-            sizes = {n: os.fstat(self._open(n)).st_size if n >= PLACED else 0 for n in {p.segment for p in places}}
-            heads = [os.pread(self._open(p.segment), HEAD.size, p.offset) for p in places if p.end <= sizes[p.segment]]
+            fd = self._open(place.segment)
+            head, size = os.pread(fd, HEAD.size, place.offset), os.fstat(fd).st_size
         except OSError:
             return False
-        wanted = [(MAGIC, p.meta, p.body) for p in places]
-        return [(magic, meta, body) for magic, _, meta, body in map(HEAD.unpack, heads)] == wanted
+        if len(head) < HEAD.size or place.end > size:
+            return False
+        magic, _, meta, body = HEAD.unpack(head)
+        return (magic, meta, body) == (MAGIC, place.meta, place.body)
 
     def _open(self, number: int) -> int:
         if number not in self._fds:

@@ -16,6 +16,8 @@ from rollout.wire_fields import Buffer
 from rollout.wire_header import STATUSES, GroupHeader, read_header
 
 NOTHING: Mapping[str, np.ndarray] = {}
+ZEROS, ONES = np.zeros(1 << 16, np.float32), np.ones(1 << 16, np.bool_)
+ZEROS.flags.writeable = ONES.flags.writeable = False
 INT32, FLOAT32, BOOL = KINDS["<i4"], KINDS["<f4"], KINDS["|b1"]
 
 
@@ -48,15 +50,15 @@ class Arrived(Sequence[Trajectory]):
     def columns(self) -> Columns:
         """Views, where the arrays came in one piece."""
         h = self.header
-        logprobs = np.zeros(h.n_tokens, np.float32) if self.logprobs is None else together(self.logprobs)
-        masks = np.ones(h.n_tokens, np.bool_) if self.masks is None else together(self.masks)
+        logprobs = _constant(ZEROS, h.n_tokens) if self.logprobs is None else together(self.logprobs)
+        masks = _constant(ONES, h.n_tokens) if self.masks is None else together(self.masks)
         return Columns(together(self.tokens), masks, logprobs, h.lengths)
 
     def _make(self) -> tuple[Trajectory, ...]:
         h = self.header
         tokens = apart(self.tokens, h.lengths)
         if self.logprobs is None or self.masks is None:
-            nothing, everything = np.zeros(max(h.lengths), np.float32), np.ones(max(h.lengths), np.bool_)
+            nothing, everything = _constant(ZEROS, max(h.lengths)), _constant(ONES, max(h.lengths))
             logprobs, masks = [nothing[:n] for n in h.lengths], [everything[:n] for n in h.lengths]
         else:
             logprobs, masks = apart(self.logprobs, h.lengths), apart(self.masks, h.lengths)
@@ -72,6 +74,11 @@ class Arrived(Sequence[Trajectory]):
             ]
         )  # fmt: skip
         return self.made
+
+
+def _constant(usual: np.ndarray, n: int) -> np.ndarray:
+    """n of what `usual` is made of; scorers ask for them with every group."""
+    return usual[:n] if n <= len(usual) else np.full(n, usual[0])
 
 
 def decode_group(data: Buffer, frames: Sequence[Buffer], verdicts: Sequence[Verdict] | None = None) -> Group:
