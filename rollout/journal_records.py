@@ -11,7 +11,7 @@ A group's header stands in its record as it came, as bytes: whoever recovers a j
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rollout.errors import WireError
@@ -41,15 +41,16 @@ def header_in(meta: Buffer) -> bytes:
     return value[2]
 
 
-def generated(value: Any, ref: Ref) -> Iterator[tuple[Generated, Ref]]:
+def generated(value: list[Any], ref: Ref) -> list[tuple[Generated, Ref]]:
     """The groups of a record that lies at `ref`, and where their arrays are. Raises WireError."""
-    match value:
-        case ["group", row, _]:
-            yield _generated(row), ref
-        case ["placed", list(rows), list(places)] if len(rows) == len(places):
-            yield from ((_generated(row), Ref(*place)) for row, place in zip(rows, places, strict=True))
-        case ["placed", *_]:
-            raise WireError("journal", "as many places as groups are wanted")
+    if value[0] == "group":
+        return [(_generated(value[1]), ref)]
+    if value[0] != "placed":
+        return []
+    _, rows, places = value
+    if len(rows) != len(places):
+        raise WireError("journal", f"{len(places)} places for {len(rows)} groups")
+    return [(_generated(row), Ref(*place)) for row, place in zip(rows, places, strict=True)]
 
 
 def _generated(row: Any) -> Generated:

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from rollout.errors import WireError
 from rollout.ledger_facts import Fact, Generated, Judged
-from rollout.wire_verdicts import read_verdicts, verdicts_row
+from rollout.wire_verdicts import trusted_verdicts, verdicts_row
 
 _NAMES = {kind: tuple(f.name for f in fields(kind)) for kind in get_args(Fact)}
 _KINDS = {kind.__name__: (kind, 1 + len(names)) for kind, names in _NAMES.items()}
@@ -26,7 +26,7 @@ def read_fact(row: Any) -> Fact:
     if kind is None or len(row) != length:
         raise WireError("fact", f"not a fact: {str(row)[:80]}")
     if kind is Judged:
-        return Judged(row[1], read_verdicts(row[2], "fact.verdicts"))
+        return Judged(row[1], trusted_verdicts(row[2], "fact.verdicts"))
     if kind is Generated:
         return Generated(row[1], row[2], row[3], row[4])
     return kind(*[tuple(v) if type(v) is list else v for v in row[1:]])
