@@ -13,7 +13,8 @@
 A shape is SAMPLES x TOKENS; 8 samples are one group, all samples of a shape are one step. Each sample carries ids
 int32, log-probs float32 and a mask: 9 bytes a token. The peers do no scoring. Every contender moves the same number of
 steps, all but tq_serial with up to three of them under way. Whoever takes a step has its arrays, checked, as columns.
-Contenders take turns, `--repeats` times; medians are shown. A peer that is not installed is named as absent.
+Contenders take turns, `--repeats` times, and each lives only for its turn: three Ray clusters at rest beside it would
+slow anybody down. Medians are shown. A peer that is not installed is named as absent.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Shape:
     @classmethod
     def parse(cls, text: str) -> Shape:
         samples, tokens = map(int, text.split("x"))
-        return cls(samples, tokens, max(8, min(200, 20_000 // samples, 600_000_000 // (samples * tokens * 9))))
+        return cls(samples, tokens, max(8, min(300, 60_000 // samples, 1_200_000_000 // (samples * tokens * 9))))
 
     @property
     def name(self) -> str:
@@ -63,9 +64,11 @@ class Shape:
 
 
 DEFAULT_SHAPES = "8x256,64x1024,64x32768,1024x256"
-OS_TARGETS = {"8x256": 10, "64x1024": 10, "1024x256": 10, "64x32768": 3}
-FSYNC_TARGETS = {"8x256": 5, "64x1024": 5, "1024x256": 5, "64x32768": 1}
-TARGETS = {  # (contender, against): {shape: how many times as fast, in samples per second}
+OS_TARGETS: dict[str, float] = {"8x256": 10, "64x1024": 10, "1024x256": 10, "64x32768": 3}
+FSYNC_TARGETS: dict[str, float] = {"8x256": 5, "64x1024": 5, "1024x256": 5, "64x32768": 1}
+TARGETS: dict[
+    tuple[str, str], dict[str, float]
+] = {  # (contender, against): {shape: how many times as fast, in samples per second}
     ("os", "tq_serial"): OS_TARGETS,
     ("fsync", "tq_serial"): FSYNC_TARGETS,
     ("memory", "raw"): {"64x32768": 0.5},
@@ -99,7 +102,10 @@ class Contender:
         self.words.seek(0)
         raise RuntimeError(f"{self.name} died: {self.words.read()[-800:]}")
 
-    def close(self) -> None:
+    def __enter__(self) -> Contender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         assert self.process.stdin
         self.process.stdin.close()
         try:
@@ -108,8 +114,8 @@ class Contender:
             self.process.kill()
 
 
-def contenders(names: Sequence[str], peer_python: str | None) -> tuple[dict[str, Contender], dict[str, str]]:
-    """Those of `names` that can run here, and why the others cannot."""
+def contenders(names: Sequence[str], peer_python: str | None) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """The commands of those of `names` that can run here, and why the others cannot."""
     import importlib.util
 
     absent: dict[str, str] = {}
@@ -126,7 +132,31 @@ def contenders(names: Sequence[str], peer_python: str | None) -> tuple[dict[str,
         else:
             absent[name] = f"TransferQueue needs an environment of its own: --peer-python, or {PEER_PYTHON}"
     absent |= {name: "not asked for" for name in commands if name not in names}
-    return {name: Contender(name, c) for name, c in commands.items() if name in names}, absent
+    return {name: command for name, command in commands.items() if name in names}, absent
+
+
+@dataclass
+class Figures:
+    """What was found: by shape and contender; latencies by contender."""
+
+    rates: dict[str, dict[str, list[float]]]
+    cpu: dict[str, dict[str, dict[str, float]]]
+    latencies: dict[str, dict[str, float]]
+
+    def turn(self, contender: Contender, shapes: Sequence[Shape], say: Any) -> None:
+        """One contender, all shapes."""
+        name = contender.name
+        for shape in shapes:
+            contender.measure(**asdict(shape) | {"steps": 4})  # warms up, and does not count
+            found = contender.measure(**asdict(shape))
+            samples = shape.samples * shape.steps
+            self.rates.setdefault(shape.name, {}).setdefault(name, []).append(samples / found["seconds"])
+            say(f"{shape.name} {name}: {samples / found['seconds']:,.0f} samples/s", flush=True)
+            if "cpu" in found:
+                spent = {role: round(s / samples * 1e6, 1) for role, s in found["cpu"].items()}
+                self.cpu.setdefault(shape.name, {})[name] = spent
+        if name in (*OURS, *PEERS):
+            self.latencies[name] = contender.measure(samples=8, tokens=1024, steps=300, latency=True)
 
 
 def run(
@@ -136,34 +166,18 @@ def run(
     found, absent = contenders(names, peer_python)
     for name, reason in absent.items():
         say(f"absent: {name}: {reason}")
-    rates: dict[str, dict[str, list[float]]] = {}
-    latencies: dict[str, dict[str, float]] = {}
-    cpu: dict[str, dict[str, dict[str, float]]] = {}
-    try:
-        for shape in shapes:
-            for contender in found.values():  # the first one warms up and does not count
-                contender.measure(**asdict(shape) | {"steps": 4})
-            for _ in range(repeats):
-                for name, contender in found.items():
-                    found_now = contender.measure(**asdict(shape))
-                    samples = shape.samples * shape.steps
-                    rates.setdefault(shape.name, {}).setdefault(name, []).append(samples / found_now["seconds"])
-                    say(f"{shape.name} {name}: {samples / found_now['seconds']:,.0f} samples/s", flush=True)
-                    if "cpu" in found_now:
-                        spent = {role: round(s / samples * 1e6, 1) for role, s in found_now["cpu"].items()}
-                        cpu.setdefault(shape.name, {})[name] = spent
-        for name in (n for n in (*OURS, *PEERS) if n in found):
-            latencies[name] = found[name].measure(samples=8, tokens=1024, steps=300, latency=True)
-    finally:
-        for contender in found.values():
-            contender.close()
-    medians = {s: {n: statistics.median(v) for n, v in by_name.items()} for s, by_name in rates.items()}
+    seen = Figures({}, {}, {})
+    for _ in range(repeats):
+        for name, command in found.items():
+            with Contender(name, command) as contender:
+                seen.turn(contender, shapes, say)
+    medians = {s: {n: statistics.median(v) for n, v in by_name.items()} for s, by_name in seen.rates.items()}
     return {
         "benchmark": "queue",
         "samples_per_s": medians,
-        "all": rates,
-        "latency_ms": latencies,
-        "cpu_us_per_sample": cpu,
+        "all": seen.rates,
+        "latency_ms": seen.latencies,
+        "cpu_us_per_sample": seen.cpu,
         "absent": absent,
         "targets": judge(medians),
     }
