@@ -196,17 +196,18 @@ class Calls(Asking):
         briefs: list[Brief] = []
         places: list[Ref] = []
         portion: list[Encoded] = []
+        nbytes = 0
         for group in groups:
             encoded, brief = encode_briefly(group)
-            portion.append(encoded)
             briefs.append(brief)
-            if len(briefs) < len(groups) and sum([b.tokens_end for b in briefs[len(places) :]]) < PORTION:
-                continue
-            written = yield Work(partial(self._writer.place_all, portion))
-            if not written:
-                return None
-            places += written
-            portion = []
+            portion.append(encoded)
+            nbytes += brief.tokens_end
+            if nbytes >= PORTION or group is groups[-1]:
+                written = yield Work(partial(self._writer.place_all, portion))
+                if not written:
+                    return None
+                places += written
+                portion, nbytes = [], 0
         return said.placed(briefs, groups, places)
 
     def _give_back(self, ordinals: list[int], reason: str, failed: bool) -> Plan[None]:

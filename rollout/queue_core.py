@@ -4,7 +4,7 @@ handle(request, now) -> Reply      answered, once `flush` has made it durable
                      -> Waiting    cannot be answered yet: ask again when something has happened, or the wait is over
                      raises        a typed error, and nothing has changed
 
-each fact the ledger states is journalled in order; a Generated fact together with its group
+each fact the ledger states is journalled in order (rollout/queue_records.py)
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from typing import Any
 
 from rollout.errors import QueueError, WireError
 from rollout.journal import Journal
-from rollout.journal_records import generated, group_record, placed_record
+from rollout.journal_records import generated
 from rollout.journal_segments import Ref
 from rollout.ledger import Ledger
-from rollout.ledger_facts import Committed, Dropped, Fact, Generated, Trained
+from rollout.ledger_facts import Committed, Dropped, Fact, Trained
 from rollout.ledger_snapshot import restore, snapshot
 from rollout.ledger_states import LedgerSettings, State
 from rollout.payloads import Payloads
 from rollout.queue_figures import TOLD, describe, tell
 from rollout.queue_intake import Placed, Sent, read_groups, read_leases, read_scores
 from rollout.queue_protocol import Request, pack_blobs
+from rollout.queue_records import Records
 from rollout.retention import Retention
 from rollout.selection import Waiting
 from rollout.wire import Buffer
-from rollout.wire_facts import fact_row, read_fact
+from rollout.wire_facts import read_fact
 from rollout.wire_verdicts import verdicts_table
 
 LETS_GO = (Dropped, Trained, Committed)
@@ -58,7 +59,7 @@ class QueueCore:
         self.retained = Retention(journal.live, journal.retain)
         self.changes = 0  # grows whenever a fact was stated: somebody who waits may be served
         self.staleness: dict[str, float] = {"mean": 0.0, "max": 0.0, "max_ever": 0.0}
-        self._rows: list[list[Any]] = []  # facts waiting to become one record
+        self._records = Records(journal, self.payloads)
         self._recover(settings)
         self.ledger.resume(now)
         journal.begin(self.snapshot())
@@ -247,51 +248,21 @@ class QueueCore:
         self.record({})
 
     def record(self, groups: Mapping[int, Sent | Placed], client: str = "") -> None:
-        """Journal what the ledger has stated since the last time, in order."""
+        """Journal what the ledger has stated since the last time, and do what follows from it."""
         if not self.ledger.facts:
             return
         facts, self.ledger.facts = self.ledger.facts, []
         self.changes += 1
-        placed: list[tuple[Generated, Placed]] = []
+        self._records.add(facts, groups, client)
         for fact in facts:
-            if isinstance(fact, Generated):
-                group = groups[fact.ordinal]
-                if isinstance(group, Placed):
-                    placed.append((fact, group))
-                else:
-                    self._record_sent(fact, group)
-                continue
-            self._record_placed(placed, client)
-            placed = []
-            self._rows.append(fact_row(fact))
             if type(fact) in LETS_GO:
                 self._let_go(fact)
             if type(fact) in TOLD:
                 tell(self.event, fact)
-        self._record_placed(placed, client)
-
-    def _record_sent(self, fact: Generated, group: Sent) -> None:
-        self._write_rows()
-        ref = self.journal.append(group_record(group.header, fact), group.frames)
-        self.payloads.put(fact.ordinal, ref, group.brief.tokens_end, group.header, group.frames)
-
-    def _record_placed(self, groups: Sequence[tuple[Generated, Placed]], client: str) -> None:
-        if not groups:
-            return
-        self._write_rows()
-        places = [g.place for _, g in groups]
-        told = self.journal.append_placed(placed_record([fact for fact, _ in groups], places), places, client).segment
-        for fact, g in groups:
-            self.payloads.put_placed(fact.ordinal, g.place, g.brief.tokens_end, told)
-
-    def _write_rows(self) -> None:
-        if self._rows:
-            self.journal.append_facts(self._rows)
-            self._rows = []
 
     def flush(self) -> None:
         """Make everything durable, then open a new segment if it is time to. Raises Stalled."""
-        self._write_rows()
+        self._records.close()
         self.journal.flush()
         self.payloads.flushed()
         if self.journal.full:
