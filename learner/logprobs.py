@@ -1,8 +1,9 @@
 """Log-probabilities without the logits: hidden states -> chunked lm_head -> log-prob and entropy of each target.
 
-Only a tile of logits exists at any time, forward and backward: some positions by some of the vocabulary, small enough
-on a CPU to stay in the cache over the passes of a softmax. Peak memory is that tile, not tokens x vocabulary. The
-backward pass recomputes a tile's logits and applies the closed-form gradient (as Cut-Cross-Entropy 2411.09009 does):
+Only a tile of logits exists at any time, forward and backward: some positions by some of the vocabulary. Its products
+are made as a whole, the passes of its softmax a strip of rows at a time, which on a CPU stays in the cache over them.
+Peak memory is that tile, not tokens x vocabulary. The backward pass recomputes a tile's logits, applies the closed-form
+gradient (as Cut-Cross-Entropy 2411.09009 does), and puts it where the logits were:
 
     z = h W^T / temperature + bias / temperature;  logp = z[y] - logsumexp(z);  H = -sum_j p_j log p_j
     d logp / dz_j = 1[j = y] - p_j             dH / dz_j = -p_j (log p_j + H)
@@ -12,13 +13,15 @@ The temperature is the SAMPLING temperature: the engine's log-probs are those of
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-#: Logits of a tile, for an accelerator and for a CPU, whose caches it has to fit.
-TILE = (1 << 25, 1 << 20)
+#: Logits of a tile, for an accelerator and for a CPU; and of a strip of it, which has to fit a CPU's caches in float32.
+TILE = (1 << 25, 1 << 22)
+STRIP = (1 << 25, 1 << 19)
 
 
 def chunked_logprobs(
@@ -40,13 +43,14 @@ def chunked_logprobs(
     return logprobs, entropy
 
 
-def _logits(
-    h: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, wide: torch.dtype, fp32_head: bool
-) -> Tensor:
-    """[c, V] temperature-scaled logits in `wide` precision, a fresh tensor that the caller may overwrite."""
-    if fp32_head:
-        h, weight = h.to(wide), weight.to(wide)
-    z = (h @ weight.t()).to(wide)
+def _product(h: Tensor, weight: Tensor, wide: torch.dtype, fp32_head: bool) -> Tensor:
+    """[c, D] x [v, D] -> [c, v], a fresh tensor in the type that the gradient's products are made in."""
+    return h.to(wide) @ weight.to(wide).t() if fp32_head else h @ weight.t()
+
+
+def _scaled(strip: Tensor, bias: Tensor | None, temperature: float, wide: torch.dtype) -> Tensor:
+    """[s, v] rows of a product, which it may overwrite -> temperature-scaled logits in `wide`, which the caller may."""
+    z = strip.to(wide)
     if bias is not None:
         z += bias.to(wide)
     return z if temperature == 1.0 else z.mul_(1 / temperature)
@@ -74,13 +78,15 @@ class _Chunked(torch.autograd.Function):
         chosen = torch.zeros(len(targets), dtype=wide, device=hidden.device)
         for j, column in enumerate(columns):
             w, b = weight[column], None if bias is None else bias[column]
-            for part in rows:
-                z = _logits(hidden[part], w, b, temperature, wide, fp32)
-                chosen[part] += _at(z, targets[part] - column.start)
-                top = z.amax(dim=-1)
-                z -= top.unsqueeze(-1)  # centred: large logits cost the entropy no digits
-                e = z.exp()
-                tops[j, part], totals[j, part], dots[j, part] = top, e.sum(dim=-1), torch.linalg.vecdot(e, z)
+            for row in rows:
+                tile = _product(hidden[row], w, wide, fp32)
+                for strip, part in _strips(tile, row):
+                    z = _scaled(tile[strip], b, temperature, wide)
+                    chosen[part] += _at(z, targets[part] - column.start)
+                    top = z.amax(dim=-1)
+                    z -= top.unsqueeze(-1)  # centred: large logits cost the entropy no digits
+                    e = z.exp()
+                    tops[j, part], totals[j, part], dots[j, part] = top, e.sum(dim=-1), torch.linalg.vecdot(e, z)
         logprobs, entropy, norm = _merged(chosen, tops, totals, dots)
         ctx.save_for_backward(hidden, weight, bias, targets, norm, entropy)
         ctx.settings = (temperature, chunk, wide, fp32)
@@ -94,7 +100,6 @@ class _Chunked(torch.autograd.Function):
         live = _live(grad_logp, grad_entropy, norm)
         norm, entropy = (torch.where(live, x, torch.zeros_like(x)) for x in (norm, entropy))
         h = torch.where(live.unsqueeze(-1), hidden, torch.zeros_like(hidden))
-        compute = wide if fp32 else hidden.dtype
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.zeros(hidden.shape, dtype=wide, device=hidden.device) if wants_hidden else None
         d_weight = torch.empty_like(weight) if wants_weight else None
@@ -103,19 +108,21 @@ class _Chunked(torch.autograd.Function):
         for column in columns:
             w, b = weight[column], None if bias is None else bias[column]
             d_w = torch.zeros(w.shape, dtype=wide, device=w.device) if wants_weight and len(rows) != 1 else None
-            for part in rows:
-                logp = _logits(h[part], w, b, temperature, wide, fp32).sub_(norm[part].unsqueeze(-1))
-                y = targets[part] - column.start
-                dz = _dlogits(logp, y, entropy[part], _part(grad_logp, part), _part(grad_entropy, part))
-                if d_bias is not None:
-                    d_bias[column] += dz.sum(0)
-                dz = dz.to(compute)
+            for row in rows:
+                dz = _product(h[row], w, wide, fp32)
+                for strip, part in _strips(dz, row):
+                    logp = _scaled(dz[strip], b, temperature, wide).sub_(norm[part].unsqueeze(-1))
+                    y = targets[part] - column.start
+                    d = _dlogits(logp, y, entropy[part], _part(grad_logp, part), _part(grad_entropy, part))
+                    if d_bias is not None:
+                        d_bias[column] += d.sum(0)
+                    dz[strip] = d
                 if d_hidden is not None:
-                    d_hidden[part] += dz @ w.to(compute)
+                    d_hidden[row] += dz @ w.to(dz.dtype)
                 if d_w is not None:
-                    d_w += dz.t() @ h[part].to(compute)
+                    d_w += dz.t() @ h[row].to(dz.dtype)
                 elif d_weight is not None:
-                    d_weight[column] = dz.t() @ h.to(compute)
+                    d_weight[column] = dz.t() @ h.to(dz.dtype)
             if d_weight is not None and d_w is not None:
                 d_weight[column] = d_w
         return (
@@ -127,11 +134,20 @@ class _Chunked(torch.autograd.Function):
 
 
 def _tiles(hidden: Tensor, weight: Tensor, chunk: int) -> tuple[list[slice], list[slice]]:
-    """Rows of at most `chunk` positions, columns of the vocabulary so that one tile of logits stays in the cache."""
+    """Rows of at most `chunk` positions, columns of the vocabulary so that a tile has `TILE` logits."""
     n, size = len(hidden), len(weight)
     chunk = max(1, min(chunk, n))
     width = max(1, min(size, TILE[hidden.device.type == "cpu"] // chunk))
     return [slice(at, at + chunk) for at in range(0, n, chunk)], [slice(at, at + width) for at in range(0, size, width)]
+
+
+def _strips(tile: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
+    """Rows of a tile, some at a time: where they stand in the tile, and which positions they are."""
+    size, width = tile.shape
+    step = max(1, STRIP[tile.device.type == "cpu"] // width)
+    for at in range(0, size, step):
+        end = min(at + step, size)
+        yield slice(at, end), slice(rows.start + at, rows.start + end)
 
 
 def _at(z: Tensor, y: Tensor) -> Tensor:

@@ -23,7 +23,9 @@ def deepspeed_config(algorithm: AlgorithmConfig, c: LearnerConfig, device: torch
         "gradient_accumulation_steps": 1,  # micro-batches vary from step to step: the boundary is set by hand
         "gradient_clipping": algorithm.grad_clip,
         "zero_optimization": zero,
-        "bf16": {"enabled": c.compute_dtype == "bfloat16", "check_grad_overflow": True},
+        # Each gradient goes into its float32 sum as soon as it is there, while it is in the cache, and is dropped; else
+        # DeepSpeed keeps a copy of all of them, adds into it, adds that to the sum and sets it to zero again.
+        "bf16": {"enabled": c.compute_dtype == "bfloat16", "check_grad_overflow": True, "immediate_grad_update": True},
         "fp16": {"enabled": c.compute_dtype == "float16", "initial_scale_power": 12, "hysteresis": 1},
         "data_types": {"grad_accum_dtype": "fp32"},
         "zero_allow_untested_optimizer": True,

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from learner import checkpoint, snapshot
+from learner import checkpoint, snapshot, zero
 from learner.world import World
 from rollout.errors import ConfigError, DivergedError
 from tests.learner.steps import STAGES, MakeGroups, engine, weights, with_behaviour_of
@@ -195,6 +196,28 @@ def test_the_same_step_however_it_is_held(
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
     theirs = weights(other)
     assert all(torch.allclose(t, theirs[n], rtol=1e-4, atol=1e-5) for n, t in weights(plain).items())
+
+
+def test_gradients_go_into_their_sums_at_once_and_change_no_bit(
+    tiny_model: Path, make_groups: MakeGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, over several micro-batches: none stays beside its float32 sum; the weights are those of keeping."""
+    settings = zero.deepspeed_config
+
+    def kept(*of: Any) -> dict[str, Any]:
+        made = settings(*of)
+        return made | {"bf16": made["bf16"] | {"immediate_grad_update": False}}
+
+    dropping = engine(tiny_model, zero_stage=1, compute_dtype="bfloat16", token_budget=64)
+    monkeypatch.setattr(zero, "deepspeed_config", kept)
+    keeping = engine(tiny_model, zero_stage=1, compute_dtype="bfloat16", token_budget=64)
+    held: list[bool] = []  # just before each update: is there a gradient beside the sums?
+    for e in (dropping, keeping):
+        e.before_update = lambda e=e: held.append(any(p.grad is not None for p in e.policy.parameters()))  # type: ignore[misc]
+        for step in range(2):
+            e.train_step(make_groups(seed=step), step)
+    assert all(torch.equal(tensor, weights(keeping)[name]) for name, tensor in weights(dropping).items())
+    assert held == [False, False, True, True]
 
 
 def test_flex_attention_is_refused_where_it_cannot_learn(tiny_model: Path) -> None:

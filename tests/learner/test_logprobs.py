@@ -34,10 +34,18 @@ def leaves(
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("tile", [1, 12, 1 << 20])
+@pytest.mark.parametrize("strip", [1, 50, 1 << 20])
 def test_equal_to_the_plain_form(
-    chunk: int, temperature: float, with_bias: bool, with_entropy: bool, tile: int, monkeypatch: pytest.MonkeyPatch
+    chunk: int,
+    temperature: float,
+    with_bias: bool,
+    with_entropy: bool,
+    tile: int,
+    strip: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logprobs, "TILE", (tile, tile))  # logits of a tile: 1 column, a few, or all of them
+    monkeypatch.setattr(logprobs, "STRIP", (strip, strip))  # and of a strip: 1 row, a few, or all of them
     h, w, b, y = leaves()
     bias = b if with_bias else None
     pull = torch.linspace(-1, 2, len(y), dtype=torch.float64)
