@@ -103,6 +103,8 @@ def shares(tokens: Mapping[int, int], world: int) -> list[tuple[int, ...]]:
 
     shares({1: 90, 2: 50, 3: 40}, world=2) == [(1,), (2, 3)]
     """
+    if world == 1:
+        return [tuple(tokens)]
     dealt: list[list[int]] = [[] for _ in range(world)]
     load = [0] * world
     for ordinal in sorted(tokens, key=lambda o: (-tokens[o], o)):
