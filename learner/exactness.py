@@ -113,9 +113,9 @@ def compare(
     left = [c for c in every if c.name not in done]
     wanted = {c.loads for c in every}
     for world in sorted({c.world for c in left}):
-        cases = [c for c in left if c.world == world]
-        for at in range(0, len(cases), CASES_PER_LIFE):
-            _run_world(model_dir, world, cases[at : at + CASES_PER_LIFE], wanted, folder, deadline)
+        its = [c for c in left if c.world == world]
+        for at in range(0, len(its), CASES_PER_LIFE):
+            _run_world(model_dir, world, its[at : at + CASES_PER_LIFE], wanted, folder, deadline)
     found = _found(folder)
     return [Difference(case, **found[case.name]) for case in cases]
 

@@ -8,7 +8,7 @@
              the server names those it does not know (lost on the way, or with a server that died), and they go again;
              a lease that it believes to be here and that is not named (its answer was lost or late) it gives to others
     silence  nothing heard for a while: a new socket, to the address that is published now; the next time twice as late,
-             for answers to the old socket are lost, and a server that is merely slow must get the chance to answer
+             for answers to the old socket are lost, and never sooner than after four round trips: who is slow is not gone
 
     waits for  replies, asks        unblocked by  the server, callers        produces  answers, leases kept alive
 
@@ -248,7 +248,6 @@ class Connection:
 
     def _hear(self, parts: Sequence[zmq.Frame]) -> None:
         self._heard = self._answered = time.monotonic()
-        self._patience = max(self.silence_s, self._patience / 2)
         frames = [p.buffer if len(p) >= COPY_BELOW else p.bytes for p in parts]
         try:
             seq, epoch, answer, blobs = read_reply(frames)
@@ -257,6 +256,8 @@ class Connection:
             return
         sent = self._beats.pop(seq, None)
         if sent is not None:
+            slow = 4 * (self._heard - sent)  # where answers take long, silence means less
+            self._patience = max(self.silence_s, min(LONGEST, max(self._patience / 2, slow)))
             self._hear_beat(sent, answer)
             return
         pending = self._open.pop(seq, None)
