@@ -8,7 +8,7 @@
              the server names those it does not know (lost on the way, or with a server that died), and they go again;
              a lease that it believes to be here and that is not named (its answer was lost or late) it gives to others
     silence  nothing heard for a while: a new socket, to the address that is published now; the next time twice as late,
-             for answers to the old socket are lost, and never sooner than after four round trips: who is slow is not gone
+             for answers to the old socket are lost, and not sooner than after four round trips: who is slow is not gone
 
     waits for  replies, asks        unblocked by  the server, callers        produces  answers, leases kept alive
 
