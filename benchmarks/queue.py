@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +139,9 @@ def contenders(names: Sequence[str], peer_python: str | None) -> tuple[dict[str,
 class Figures:
     """What was found: by shape and contender; latencies by contender."""
 
-    rates: dict[str, dict[str, list[float]]]
-    cpu: dict[str, dict[str, dict[str, float]]]
-    latencies: dict[str, dict[str, float]]
+    rates: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    cpu: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    latencies: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def turn(self, contender: Contender, shapes: Sequence[Shape], say: Any) -> None:
         """One contender, all shapes."""
@@ -166,7 +166,7 @@ def run(
     found, absent = contenders(names, peer_python)
     for name, reason in absent.items():
         say(f"absent: {name}: {reason}")
-    seen = Figures({}, {}, {})
+    seen = Figures()
     for _ in range(repeats):
         for name, command in found.items():
             with Contender(name, command) as contender:

@@ -1,8 +1,8 @@
 """Payload that never travels: a client on the server's host writes its groups into the journal's folder itself.
 
     client   PayloadWriter         one checksummed record in a payload file of its own -> (file, offset, lengths)
-             submit                only the header and that place go to the server
-    server   PlacedFiles.holds     is the record there, as long as it was said to be?
+             submit                only its place and what a server must know of it (rollout/wire_brief.py) are sent
+    server   PlacedFiles.holds     is the file there, and the last record in it as long as was said?
              sync, then the journal's own write and sync, then the answer: an acknowledged group is as durable as ever
              collect               files without live groups go or are written anew (rollout/spare_files.py), once their
                           client writes another one or none

@@ -60,7 +60,7 @@ def _read_placed(r: Request) -> list[Placed]:
     f, n = Fields.of_row(r.get("places"), "request.places", Ref._fields), len(briefs)
     places = list(map(Ref, *[f.ints(name, 0, 1 << 62, exactly=n) for name in Ref._fields]))
     for brief, place in zip(briefs, places, strict=True):
-        if place.segment < PLACED or place.body < brief.tokens_end:
+        if place.segment < PLACED or place.body < brief.tokens_end + 5 * brief.n_tokens:
             raise WireError("request.places", f"{place} is no place of a group with {brief.n_tokens} tokens")
     judged = dict(read_scores(Fields(r.get("judged"), "request.judged"))) if "judged" in r.value else {}
     return [Placed(brief, place, judged.get(brief.ordinal)) for brief, place in zip(briefs, places, strict=True)]

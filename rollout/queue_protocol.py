@@ -14,12 +14,12 @@ is done, and the answer says both. If only the second fails, "end" holds its err
 
     op             arguments                                 answer                     waits for
     lease          n, wait                                   leases                     slots
-    submit         groups, places                            outcomes, or busy          (then ask for `room`)
+    submit         groups; or briefs, places, judged         outcomes, or busy          (then ask for `room`)
                                                              or unplaced                (then send what was placed)
     room           bytes, wait                               -                          payload bytes to be consumed
     give_back      leases, reason, failed                    -
     lease_scoring  n, wait, full, local                      groups, or their places    generated groups
-    score          verdicts                                  outcomes
+    score          ordinals, verdicts                        outcomes
     take           step, rank, world, wait, local            groups or places, verdicts P groups with signal
     where          -                                         folder, placing            (to see if places can be read)
     trained        step, version, skipped, live              -                          (live: and release it)

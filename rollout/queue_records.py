@@ -33,7 +33,7 @@ class Records:
                 self._close_placed(client)
                 self._rows.append(fact_row(fact))
                 continue
-            self._close_rows()
+            self.close()
             group = groups[fact.ordinal]
             if isinstance(group, Placed):
                 self._placed.append((fact, group))
@@ -44,9 +44,6 @@ class Records:
 
     def close(self) -> None:
         """All that was added is in the journal's batch."""
-        self._close_rows()
-
-    def _close_rows(self) -> None:
         if self._rows:
             self.journal.append_facts(self._rows)
             self._rows = []

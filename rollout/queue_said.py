@@ -30,13 +30,10 @@ def sent(groups: Iterable[Group]) -> Said:
 def placed(briefs: Sequence[Brief], groups: Iterable[Group], places: Sequence[Ref]) -> Said:
     """Groups that the server finds in the journal's folder: it is told what it would read in their headers."""
     args: dict[str, Any] = {"briefs": brief_columns(briefs), "places": list(zip(*places, strict=True))}
-    judged = {}
-    for g in groups:
-        verdicts = [t.verdict for t in g.trajectories]
-        if None not in verdicts:
-            judged[g.ordinal] = verdicts
+    verdicts = {g.ordinal: [t.verdict for t in g.trajectories if t.verdict is not None] for g in groups}
+    judged = {brief.ordinal: v for brief in briefs if len(v := verdicts[brief.ordinal]) == brief.answers}
     if judged:
-        args["judged"] = scored(judged)  # type: ignore[arg-type]
+        args["judged"] = scored(judged)
     return args, ()
 
 

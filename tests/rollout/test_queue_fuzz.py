@@ -64,7 +64,7 @@ def test_mutated_groups_raise_wire_errors_and_nothing_else(rounds: int) -> None:
 
 def requests() -> list[list[bytes]]:
     counts, blobs = pack_blobs([encode_group(group(0))])
-    made, place = encode_briefly(group(0))[1], Ref(PLACED + 1, 64, 90, 72)
+    made, place = encode_briefly(group(0))[1], Ref(PLACED + 1, 64, 90, 84)
     judged = said.scored({0: GOOD})
     calls = {
         "lease": {"n": 1, "wait": 0.0},
