@@ -74,11 +74,16 @@ def take(seat: Seat, task: Task) -> None:
     os.close(file)
 
 
+#: New objects before the garbage collector looks through them: Python's 700 are fewer than one message of the queue makes.
+YOUNG = 20_000
+
+
 def settled() -> None:
     """The role is set up: what exists now stays, so the garbage collector need not look through it again and again."""
     gc.unfreeze()  # a process that enters a second run has garbage of the first
     gc.collect()
     gc.freeze()
+    gc.set_threshold(YOUNG, *gc.get_threshold()[1:])
 
 
 def thread_environment(threads: int) -> dict[str, str]:

@@ -64,9 +64,10 @@ class Contender:
         return line
 
     def median(self) -> dict[str, Any]:
-        """The step of median duration (the lower of two), with the durations of all and the first loss."""
+        """The step of median duration (the lower of two), the durations of all, loss and gradient norm of the first."""
         rows = sorted(self.rows, key=lambda r: r["seconds"])
-        return rows[(len(rows) - 1) // 2] | {"loss": self.rows[0]["loss"], "all_s": [r["seconds"] for r in self.rows]}
+        first = {name: self.rows[0][name] for name in ("loss", "grad_norm")}
+        return rows[(len(rows) - 1) // 2] | first | {"all_s": [r["seconds"] for r in self.rows]}
 
     def close(self) -> None:
         self._process.kill()

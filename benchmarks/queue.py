@@ -13,8 +13,9 @@
 A shape is SAMPLES x TOKENS; 8 samples are one group, all samples of a shape are one step. Each sample carries ids
 int32, log-probs float32 and a mask: 9 bytes a token. The peers do no scoring. Every contender moves the same number of
 steps, all but tq_serial with up to three of them under way. Whoever takes a step has its arrays, checked, as columns.
-Contenders take turns, `--repeats` times, and each lives only for its turn: three Ray clusters at rest beside it would
-slow anybody down. Medians are shown. A peer that is not installed is named as absent.
+Contenders take turns, `--repeats` times, and each lives only for its turn, which begins when the machine is at rest: Ray
+clusters beside it, or one that is still ending, would slow anybody down. Medians are shown. A peer that is not installed
+is named as absent.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parent.parent
 PEER_PYTHON = "HEADRACE_TQ_PYTHON"
 OURS = ("memory", "os", "fsync")
@@ -48,7 +51,7 @@ class Shape:
     @classmethod
     def parse(cls, text: str) -> Shape:
         samples, tokens = map(int, text.split("x"))
-        return cls(samples, tokens, max(8, min(300, 60_000 // samples, 1_200_000_000 // (samples * tokens * 9))))
+        return cls(samples, tokens, max(8, min(600, 120_000 // samples, 1_200_000_000 // (samples * tokens * 9))))
 
     @property
     def name(self) -> str:
@@ -62,6 +65,8 @@ class Shape:
     def nbytes(self) -> int:
         return self.samples * self.tokens * 9
 
+
+AT_REST, REST_LIMIT_S = 4.0, 20.0  # per cent of all cores in use; how long to wait for that
 
 DEFAULT_SHAPES = "8x256,64x1024,64x32768,1024x256"
 OS_TARGETS: dict[str, float] = {"8x256": 10, "64x1024": 10, "1024x256": 10, "64x32768": 3}
@@ -159,6 +164,13 @@ class Figures:
             self.latencies[name] = contender.measure(samples=8, tokens=1024, steps=300, latency=True)
 
 
+def rest() -> None:
+    """Wait until the machine is at rest: a Ray cluster takes seconds to end, and takes them from who comes next."""
+    deadline = time.monotonic() + REST_LIMIT_S
+    while psutil.cpu_percent(interval=0.5) > AT_REST and time.monotonic() < deadline:
+        pass
+
+
 def run(
     shapes: Sequence[Shape], repeats: int, peer_python: str | None, names: Sequence[str] = ALL, say: Any = print
 ) -> dict[str, Any]:
@@ -169,6 +181,7 @@ def run(
     seen = Figures()
     for _ in range(repeats):
         for name, command in found.items():
+            rest()
             with Contender(name, command) as contender:
                 seen.turn(contender, shapes, say)
     medians = {s: {n: statistics.median(v) for n, v in by_name.items()} for s, by_name in seen.rates.items()}

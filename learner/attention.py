@@ -26,7 +26,7 @@ from rollout.errors import ConfigError
 
 UNKNOWN = ("sliding_window", "softcap", "s_aux", "position_bias")  # what some models ask for and no kernel here does
 #: Queries of a tile of the eager kernel: fewer waste less of the triangle, more cost fewer calls.
-ROWS = 256
+ROWS = 128
 NAMES = {kernel: f"headrace_{kernel}" for kernel in ("eager", "sdpa", "flex")}
 
 

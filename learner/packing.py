@@ -31,7 +31,7 @@ Int64 = npt.NDArray[np.int64]
 Layout = Literal["shared", "packed", "padded"]
 
 #: A block is worth splitting when that saves more score elements than one more kernel call costs.
-_CALL_COST = 16384
+_CALL_COST = 8192
 
 
 @dataclass(frozen=True, slots=True, eq=False)
