@@ -74,7 +74,7 @@ def take(seat: Seat, task: Task) -> None:
     os.close(file)
 
 
-#: New objects before the garbage collector looks through them: Python's 700 are fewer than one message of the queue makes.
+#: New objects before the garbage collector looks through them: one message of the queue makes more than Python's 700.
 YOUNG = 20_000
 
 

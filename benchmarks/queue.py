@@ -13,8 +13,8 @@
 A shape is SAMPLES x TOKENS; 8 samples are one group, all samples of a shape are one step. Each sample carries ids
 int32, log-probs float32 and a mask: 9 bytes a token. The peers do no scoring. Every contender moves the same number of
 steps, all but tq_serial with up to three of them under way. Whoever takes a step has its arrays, checked, as columns.
-Contenders take turns, `--repeats` times, and each lives only for its turn, which begins when the machine is at rest: Ray
-clusters beside it, or one that is still ending, would slow anybody down. Medians are shown. A peer that is not installed
+Contenders take turns, `--repeats` times. Each lives only for its turn, which begins when the machine is at rest: a Ray
+cluster beside it, or one that is still ending, would slow anybody down. Medians are shown. A peer that is not installed
 is named as absent.
 """
 
