@@ -9,10 +9,10 @@
     floor    FLOPs of the matmuls that the shared batch needs / the matmul rate measured on this machine just before
 
 The batch is ragged: 64 answers of 16-512 tokens in groups of 8, prompts of 64-256. Both sides read the same tokens and
-must report the same loss; in float32 the same gradient norm too, in bfloat16 random tokens make it ill-conditioned
-(docs/learner.md). Contenders take turns, after a step on a tiny batch to warm up; the median of each counts. No round
-begins that would end after --limit-s. "trained tokens" are answer tokens. Seconds are wall clock; CPU seconds stand
-beside them for busy machines.
+must report the same loss; in float32 nearly the same gradient norm too, in bfloat16 random tokens make it
+ill-conditioned (docs/learner.md). Contenders take turns, after a step on a tiny batch to warm up; the median of each
+counts. No round begins that would end after --limit-s. "trained tokens" are answer tokens. Seconds are wall clock; CPU
+seconds stand beside them for busy machines.
 """
 
 from __future__ import annotations

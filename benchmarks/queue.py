@@ -33,8 +33,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 ROOT = Path(__file__).resolve().parent.parent
 PEER_PYTHON = "HEADRACE_TQ_PYTHON"
 OURS = ("memory", "os", "fsync")
@@ -66,7 +64,7 @@ class Shape:
         return self.samples * self.tokens * 9
 
 
-AT_REST, REST_LIMIT_S = 4.0, 20.0  # per cent of all cores in use; how long to wait for that
+AT_REST, REST_LIMIT_S = 0.04, 20.0  # share of the cores in use; how long to wait for that
 
 DEFAULT_SHAPES = "8x256,64x1024,64x32768,1024x256"
 OS_TARGETS: dict[str, float] = {"8x256": 10, "64x1024": 10, "1024x256": 10, "64x32768": 3}
@@ -164,11 +162,24 @@ class Figures:
             self.latencies[name] = contender.measure(samples=8, tokens=1024, steps=300, latency=True)
 
 
-def rest() -> None:
+def core_ticks() -> tuple[int, int]:
+    """Clock ticks of all cores since the machine started, and those of them in which they were in use."""
+    ticks = [int(n) for n in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return sum(ticks), sum(ticks) - ticks[3] - ticks[4]  # but idle and iowait
+
+
+def rest(say: Any) -> None:
     """Wait until the machine is at rest: a Ray cluster takes seconds to end, and takes them from who comes next."""
     deadline = time.monotonic() + REST_LIMIT_S
-    while psutil.cpu_percent(interval=0.5) > AT_REST and time.monotonic() < deadline:
-        pass
+    while True:
+        before = core_ticks()
+        time.sleep(0.5)
+        everything, used = (now - then for now, then in zip(core_ticks(), before, strict=True))
+        if used <= AT_REST * everything:
+            return
+        if time.monotonic() > deadline:
+            say(f"not at rest: {used / everything:.0%} of the cores are in use by others; this turn is slower for it")
+            return
 
 
 def run(
@@ -181,7 +192,7 @@ def run(
     seen = Figures()
     for _ in range(repeats):
         for name, command in found.items():
-            rest()
+            rest(say)
             with Contender(name, command) as contender:
                 seen.turn(contender, shapes, say)
     medians = {s: {n: statistics.median(v) for n, v in by_name.items()} for s, by_name in seen.rates.items()}
